@@ -1,0 +1,253 @@
+"""Frozen stage configurations, their canonical JSON and their fingerprint.
+
+Each field is declared here once; the command line and the recipe files read the same declarations. A stage's
+fingerprint covers its configuration (everything that can change a result), not `Execution` (everything that
+cannot: device, batch size, number of processes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cfkv.errors import CfkvError, unknown_name
+
+
+class Config(BaseModel):
+    """Base of all configurations: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def canonical(self) -> str:
+        """The configuration as JSON with sorted keys and no spaces."""
+        return canonical_json(self.model_dump(mode="json"))
+
+
+class ModelConfig(Config):
+    """Which model, and how it is run."""
+
+    model: str = Field(
+        "builtin", description="builtin, smollm2, a hub id, a local folder, or a .gguf file."
+    )
+    revision: str | None = Field(None, description="Hub revision: branch, tag or commit.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Compute dtype; auto is float32 on a CPU and the checkpoint's own on a GPU."
+    )
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "sdpa", description="Attention kernel."
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with a checkpoint. Off: leave it off."
+    )
+
+
+class TraceConfig(Config):
+    """Where traces come from."""
+
+    dataset: str = Field("registers", description="Problem source; `cfkv ls problems` lists them.")
+    path: Path | None = Field(
+        None, description="JSONL or Parquet file of the dataset, or of the traces with --mode import."
+    )
+    mode: Literal["generate", "worked_solution", "import"] = Field(
+        "generate",
+        description="generate: the model writes everything. worked_solution: the dataset's solution is placed "
+        "inside <think> and the model restates the answer. import: responses from --path.",
+    )
+    limit: int | None = Field(None, ge=1, description="Use only the first N problems.")
+    min_reasoning: int = Field(
+        1, ge=0, description="Fail traces whose reasoning has fewer tokens than this (counted as `skipped`)."
+    )
+    max_new_tokens: int = Field(2048, ge=1, description="Cap on the generated tokens of a trace.")
+    answer_max_new_tokens: int = Field(
+        512, ge=1, description="Cap on the answer restated after a worked solution."
+    )
+    answer_prefix: str | None = Field(
+        None,
+        description="Text placed after the boundary before the answer is generated; the default is "
+        r"'The final answer is \boxed{' for worked_solution and nothing otherwise.",
+    )
+    instruction: str | None = Field(
+        None,
+        description="Sentence appended to the question; the default asks for a boxed answer where the model has "
+        "a chat template and writes the trace itself, and is empty otherwise.",
+    )
+    answer_match: Literal["exact", "math"] = Field(
+        "exact", description="Grade by normalised string, or by math-verify (extra `math`)."
+    )
+    seed: int = Field(0, ge=0, description="Root seed; every item derives its own generator from it.")
+    part_size: int = Field(16, ge=1, description="Problems per Parquet part: the unit of work and of resuming.")
+
+
+class LabelConfig(Config):
+    """One kind of counterfactual label."""
+
+    kind: str = Field("occlusion", description="Label kind; `cfkv ls labels` lists them.")
+    window: int = Field(32, ge=1, description="Tokens per window.")
+    stride: int = Field(16, ge=1, description="Tokens between the starts of windows.")
+    replacement: str = Field(
+        "auto",
+        description="Token put in place of a window's tokens: pad, eos, reserved (a special token that nothing "
+        "uses), or a token id. auto: pad if it is a token of its own, else reserved. Beware: R1-style "
+        "tokenizers reuse the end-of-text token as pad, which ends the text inside the context.",
+    )
+    max_new_tokens: int = Field(512, ge=1, description="Cap on a regenerated answer.")
+    answer_match: Literal["exact", "math"] = Field(
+        "exact", description="When two answers are the same: normalised string, or math-verify."
+    )
+
+
+class ProbeConfig(Config):
+    """Which signals are streamed."""
+
+    groups: tuple[str, ...] = Field(("hidden", "kv"), description="Signal groups; `cfkv ls signals` lists them.")
+
+
+class CorrelateConfig(Config):
+    """How signals are held against labels."""
+
+    smoothings: tuple[Literal["raw", "ema", "rolling_mean", "rolling_z"], ...] = Field(
+        ("raw", "ema", "rolling_mean", "rolling_z"), description="Causal smoothings of a signal."
+    )
+    ema_alpha: float = Field(
+        0.9, gt=0, le=1, description="Weight of the newest value in the EMA (the paper says only alpha = 0.9)."
+    )
+    rolling_window: int = Field(64, ge=2, description="Tokens in the trailing window of mean and z-score.")
+    draws: int = Field(2000, ge=100, description="Bootstrap draws over traces for the AUROC.")
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    seed: int = Field(0, ge=0, description="Seed of the bootstrap.")
+
+
+class ReportConfig(Config):
+    """What the report shows."""
+
+    traces: int = Field(4, ge=1, description="Traces shown with their tokens shaded by label.")
+
+
+class Execution(Config):
+    """How a stage is run. Nothing here may change a label, so it is in no fingerprint."""
+
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps.")
+    device_map: str | None = Field(None, description="auto: spread one model over the GPUs of this process.")
+    batch_size: int = Field(16, ge=1, description="Sequences per forward.")
+    chunk_size: int = Field(512, ge=1, description="Tokens per forward of teacher forcing.")
+    literal: bool = Field(
+        False, description="Run the slow reference: batch 1, no shared prefix, no draft. Same labels."
+    )
+    shard: str = Field("0/1", pattern=r"^\d+/\d+$", description="i/n: this job does every n-th part, from i.")
+    overwrite: bool = Field(False, description="Replace a stage that was run with another configuration.")
+    dry_run: bool = Field(False, description="Print items, forwards, tokens and disk; run nothing.")
+
+
+class Recipe(Config):
+    """A whole experiment: one section per stage."""
+
+    model: ModelConfig = ModelConfig()
+    trace: TraceConfig = TraceConfig()
+    label: tuple[LabelConfig, ...] = (LabelConfig(),)
+    probe: ProbeConfig = ProbeConfig()
+    correlate: CorrelateConfig = CorrelateConfig()
+    report: ReportConfig = ReportConfig()
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys, no spaces, UTF-8 kept: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits of the BLAKE2b hash of `value`'s canonical JSON."""
+    return hashlib.blake2b(canonical_json(value).encode(), digest_size=8).hexdigest()
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """One line `key: old -> new` for each leaf in which two JSON-like values differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        lines: list[str] = []
+        for key in sorted({*old, *new}):
+            lines += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return lines
+    return [] if old == new else [f"{prefix}: {old!r} -> {new!r}"]
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a YAML recipe; unknown keys and illegal values are errors that name the key and the nearest legal one."""
+    if not path.is_file():
+        raise CfkvError(f"recipe {str(path)!r} does not exist; recipes are YAML files, see pipelines/")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise CfkvError(f"recipe {path} is not valid YAML: {error}") from error
+    return parse_recipe(data if data is not None else {}, str(path))
+
+
+def parse_recipe(data: Any, origin: str) -> Recipe:
+    """Validate a recipe given as plain data; `origin` names it in messages."""
+    if not isinstance(data, Mapping):
+        raise CfkvError(f"{origin} must be a mapping of stages ({', '.join(Recipe.model_fields)}), not {data!r}")
+    data = dict(data)
+    if isinstance(data.get("label"), Mapping):
+        data["label"] = [data["label"]]
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise validation_error(error, Recipe, origin) from error
+
+
+def validation_error(error: ValidationError, model: type[BaseModel], origin: str) -> CfkvError:
+    """Turn pydantic's first complaint into one message with the key, the value and what is legal."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        legal = _fields_at(model, first["loc"][:-1])
+        return CfkvError(f"{origin}: {unknown_name('key', where, [_join(where, name) for name in legal])}")
+    return CfkvError(f"{origin}: {where} = {first['input']!r}: {first['msg']}")
+
+
+def _join(where: str, name: str) -> str:
+    head, dot, _ = where.rpartition(".")
+    return f"{head}{dot}{name}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        arguments = getattr(annotation, "__args__", None)
+        model = arguments[0] if arguments else annotation  # type: ignore[assignment]
+    return list(model.model_fields)
+
+
+def apply_settings(recipe: Recipe, settings: list[str]) -> Recipe:
+    """Apply `--set a.b=c` overrides; the value is read as YAML."""
+    data = recipe.model_dump(mode="json")
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise CfkvError(f"--set {setting!r} has no '='; write --set section.key=value")
+        target: Any = data
+        *parents, last = key.split(".")
+        for part in parents:
+            target = _descend(target, part, key)
+        if isinstance(target, list):
+            for entry in target:
+                entry[last] = yaml.safe_load(text)
+        else:
+            target[last] = yaml.safe_load(text)
+    return parse_recipe(data, "--set")
+
+
+def _descend(target: Any, part: str, key: str) -> Any:
+    if isinstance(target, list):
+        if part.isdigit() and int(part) < len(target):
+            return target[int(part)]
+        raise CfkvError(f"--set {key}: {part!r} is not an index below {len(target)}")
+    if part not in target:
+        raise unknown_name("key", part, target)
+    return target[part]

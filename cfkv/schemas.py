@@ -1,0 +1,193 @@
+"""Every table that cfkv writes: columns, key, version. Nothing else in the project declares a column.
+
+Readers refuse a newer version and migrate an older one through `MIGRATIONS`. The footer of each part repeats
+`<table>/<version>` and the fingerprint of the stage that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from cfkv.errors import CfkvError
+
+SCHEMA_KEY = b"cfkv.schema"
+FINGERPRINT_KEY = b"cfkv.fingerprint"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `key` columns are unique over all its rows; `open_columns` may be added by a registry.
+
+    `partition` names the folder level below the table (`kind` or `group`) or is None.
+    `mantissa_bits` is the precision to which float list columns are rounded before writing (None: exact).
+    """
+
+    name: str
+    version: int
+    schema: pa.Schema
+    key: tuple[str, ...]
+    partition: str | None = None
+    open_columns: bool = False
+    mantissa_bits: int | None = None
+
+
+def _columns(**types: pa.DataType) -> pa.Schema:
+    return pa.schema([pa.field(name, kind) for name, kind in types.items()])
+
+
+STRING, INT, FLOAT, BOOL = pa.string(), pa.int32(), pa.float32(), pa.bool_()
+
+TRACES = Table(
+    "traces",
+    1,
+    _columns(
+        trace_id=STRING,
+        dataset=STRING,
+        problem_id=STRING,
+        sample_index=INT,
+        model=STRING,
+        model_revision=STRING,
+        weights=STRING,  # dtype or quantisation that the weights were released in
+        token_ids=pa.list_(INT),  # prompt, reasoning and answer, as fed to the model
+        token_texts=pa.list_(STRING),  # for display only: token ids are the truth
+        prompt_len=INT,
+        reasoning_start=INT,
+        reasoning_stop=INT,
+        answer_start=INT,  # token_ids[:answer_start] is the context of a regeneration
+        answer_stop=INT,  # one past the token that closes the first boxed answer, or len(token_ids)
+        boundary=STRING,  # rule that found reasoning_stop: think_end, boxed, tail, given
+        answer_prefix=STRING,  # text between the boundary and answer_start
+        logprobs=pa.list_(FLOAT),  # nats, one per token of token_ids[prompt_len:]
+        output_text=STRING,
+        reference_answer=STRING,
+        answer=STRING,
+        correct=BOOL,
+        finish_reason=STRING,  # stop, length, boxed, imported
+        status=STRING,  # ok or the name of a failure
+        reason=STRING,
+    ),
+    key=("trace_id",),
+)
+
+WINDOWS = Table(
+    "windows",
+    1,
+    _columns(
+        trace_id=STRING,
+        kind=STRING,
+        scope=STRING,  # layers and heads acted on: all
+        window_index=INT,
+        start=INT,  # indices into token_ids, stop exclusive
+        stop=INT,
+        replacement_id=INT,
+        answer=STRING,
+        answered=BOOL,  # a complete boxed answer was found
+        flipped=BOOL,
+        delta_nll=FLOAT,  # nats/token of the trace's own answer, positive = the intervention hurts
+        min_margin=FLOAT,  # smallest top-1 minus top-2 logit over the decoded tokens
+        accepted_draft=INT,  # leading tokens of the original answer that greedy decoding repeats
+        decoded=INT,  # tokens decoded one at a time
+        status=STRING,
+        reason=STRING,
+    ),
+    key=("trace_id", "kind", "scope", "window_index"),
+    partition="kind",
+)
+
+TOKEN_LABELS = Table(
+    "token_labels",
+    1,
+    _columns(
+        trace_id=STRING,
+        problem_id=STRING,
+        kind=STRING,
+        importance=pa.list_(pa.int8()),  # one per token of token_ids: -1 untested (prompt, answer), 0, 1
+        value=pa.list_(FLOAT),  # mean delta_nll of the covering windows, NaN where untested
+        control_answer=STRING,  # regenerated from the unmodified context
+        control_agrees=BOOL,
+        n_windows=INT,
+        n_flipped=INT,
+        status=STRING,  # labelled, excluded (the control disagrees), failed
+        reason=STRING,
+    ),
+    key=("trace_id", "kind"),
+    partition="kind",
+)
+
+SIGNALS = Table(
+    "signals",
+    1,
+    _columns(
+        trace_id=STRING,
+        layer=pa.int16(),  # block 0..L-1, embedding output -1
+        kv_head=pa.int16(),  # -1 = mean over KV heads, or a signal without heads
+    ),  # and one list<float32> per signal of the group, from the registry
+    key=("trace_id", "layer", "kv_head"),
+    partition="group",
+    open_columns=True,
+    mantissa_bits=16,
+)
+
+PROBED = Table(
+    "probed",
+    1,
+    _columns(trace_id=STRING, group=STRING, n_tokens=INT, status=STRING, reason=STRING),
+    key=("trace_id", "group"),
+    partition="group",
+)
+
+CORRELATIONS = Table(
+    "correlations",
+    1,
+    _columns(
+        kind=STRING,
+        signal=STRING,
+        layer=pa.int16(),
+        smoothing=STRING,  # raw, ema, rolling_mean, rolling_z
+        control=STRING,  # none
+        measure=STRING,  # spearman_pooled, spearman_within, auroc
+        estimate=pa.float64(),
+        low=pa.float64(),
+        high=pa.float64(),
+        level=pa.float64(),
+        pvalue=pa.float64(),
+        adjusted_pvalue=pa.float64(),  # Benjamini-Hochberg within kind and measure
+        n_traces=INT,
+        n_tokens=INT,
+        n_important=INT,
+        nan_reason=STRING,
+    ),
+    key=("kind", "signal", "layer", "smoothing", "control", "measure"),
+)
+
+TABLES: Mapping[str, Table] = {
+    table.name: table for table in (TRACES, WINDOWS, TOKEN_LABELS, SIGNALS, PROBED, CORRELATIONS)
+}
+
+# (table, from version) -> function that lifts an Arrow table by one version.
+MIGRATIONS: dict[tuple[str, int], Callable[[pa.Table], pa.Table]] = {}
+
+
+def stamp(table: Table, fingerprint: str) -> dict[bytes, bytes]:
+    """The footer metadata of a part."""
+    return {SCHEMA_KEY: f"{table.name}/{table.version}".encode(), FINGERPRINT_KEY: fingerprint.encode()}
+
+
+def check_version(table: Table, metadata: Mapping[bytes, bytes] | None, place: str) -> int:
+    """The schema version in a footer; refuses a newer one, or a file that is not this table."""
+    found = (metadata or {}).get(SCHEMA_KEY, b"").decode()
+    name, _, version = found.partition("/")
+    if name != table.name or not version.isdigit():
+        raise CfkvError(
+            f"{place} is not a part of the table {table.name!r} (its footer says {found or 'nothing'!r}); "
+            "move it out of the run directory"
+        )
+    if int(version) > table.version:
+        raise CfkvError(
+            f"{place} has schema version {version} of {table.name!r}; this cfkv reads up to {table.version}: "
+            "upgrade cfkv, or use another run directory"
+        )
+    return int(version)

@@ -1,0 +1,259 @@
+"""The driver that every stage shares: plan, refuse, skip what is done, process, commit, count.
+
+A stage is a name, a configuration, what it reads and what it writes. Its fingerprint covers the configuration
+and the fingerprints upstream, so that a table can never quietly mix two settings.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cfkv import store
+from cfkv.config import differences, fingerprint
+from cfkv.errors import CfkvError
+from cfkv.manifest import Manifest, library_versions, now
+from cfkv.progress import Ticker
+from cfkv.schemas import Table
+from cfkv.store import PartState
+from cfkv.workers import Workers
+
+FAILURE_FREE = frozenset({"ok", "labelled", "excluded", "skipped"})
+POLL_SECONDS = 0.5
+STALL_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """A table, or one partition of it, that a stage writes."""
+
+    table: Table
+    value: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What identifies a run of one stage.
+
+    `outputs` are written in this order for each part; a part is done when all of them are. The last one has a
+    `status` column, from which failures are counted. `version` is raised when the code changes its results.
+    `upstream` names the stages that are read.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    outputs: tuple[Output, ...]
+    n_parts: int
+    n_items: int
+    version: int = 1
+    upstream: tuple[str, ...] = ()
+
+
+@dataclass
+class StageResult:
+    """Counts of one process's share: items by status, parts written and found done."""
+
+    name: str
+    statuses: Counter[str] = field(default_factory=Counter)
+    parts_written: int = 0
+    parts_found: int = 0
+
+    @property
+    def failed(self) -> int:
+        """Items whose status is a failure."""
+        return sum(count for status, count in self.statuses.items() if status not in FAILURE_FREE)
+
+
+Rows = Sequence[Mapping[str, Any]]
+Process = Callable[[int, Callable[[int], None]], Sequence[Rows | pa.Table]]
+
+
+class Run:
+    """A run directory."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise CfkvError(f"{path} is a file; a run directory is a folder: name another path")
+        self.path = path
+        self.manifest = Manifest(path)
+
+    def require(self, name: str) -> dict[str, Any]:
+        """The record of an upstream stage, after checking that it fits what it was made from.
+
+        Raises
+        ------
+        CfkvError
+            If the stage was not run, or was run on an earlier version of what it reads.
+        """
+        record = self.manifest.stage(name)
+        command = f"cfkv {name.partition(':')[0]} {self.path}"
+        if record is None:
+            raise CfkvError(f"{self.path} has no {name!r} stage yet; run `{command}` first")
+        for upstream, used in record["identity"].get("upstream", {}).items():
+            current = self.require(upstream)["fingerprint"]
+            if current != used:
+                raise CfkvError(
+                    f"{self.path}: stage {name!r} was made from {upstream} {used}, but that stage is now "
+                    f"{current}; run `{command} --overwrite`"
+                )
+        return record
+
+    def identity(self, stage: Stage) -> dict[str, Any]:
+        """What the fingerprint covers, as JSON-like data."""
+        upstream = {name: self.require(name)["fingerprint"] for name in stage.upstream}
+        versions = {output.table.name: output.table.version for output in stage.outputs}
+        return {
+            "config": dict(stage.config),
+            "stage_version": stage.version,
+            "schemas": versions,
+            "upstream": upstream,
+        }
+
+    def open_stage(self, stage: Stage, *, overwrite: bool, extra: Mapping[str, Any] | None = None) -> str:
+        """Check that the stage may be run here and record it; returns its fingerprint.
+
+        Raises
+        ------
+        CfkvError
+            If it was run here with another configuration and `overwrite` is off; lists the differences.
+        """
+        identity = self.identity(stage)
+        mark = fingerprint({"stage": stage.name, **identity})
+        record = self.manifest.stage(stage.name)
+        if record is not None and record["fingerprint"] != mark and not overwrite:
+            lines = "\n  ".join(differences(record["identity"], identity))
+            raise CfkvError(
+                f"{self.path} holds {stage.name!r} made with another configuration:\n  {lines}\n"
+                "use another run directory, or --overwrite to replace this stage"
+            )
+        if record is None and not overwrite:
+            self._refuse_foreign_parts(stage, mark)
+        if record is None or record["fingerprint"] != mark:
+            self.manifest.replace_stage(
+                stage.name,
+                {
+                    "fingerprint": mark,
+                    "identity": identity,
+                    "n_parts": stage.n_parts,
+                    "n_items": stage.n_items,
+                    "outputs": [[output.table.name, output.value] for output in stage.outputs],
+                    "started": now(),
+                    "versions": library_versions(),
+                    **(extra or {}),
+                },
+            )
+        return mark
+
+    def _refuse_foreign_parts(self, stage: Stage, mark: str) -> None:
+        for output in stage.outputs:
+            for index, path in store.part_paths(self.path, output.table, output.value).items():
+                state = store.part_state(self.path, output.table, output.value, index, mark)
+                if state is PartState.OTHER:
+                    raise CfkvError(
+                        f"{path} was written by another configuration, and run.json does not say which; use "
+                        "another run directory, or --overwrite to replace this stage"
+                    )
+
+    def done(self, outputs: Sequence[Output], index: int, mark: str) -> bool:
+        """Whether all outputs of a part are done."""
+        states = [store.part_state(self.path, o.table, o.value, index, mark) for o in outputs]
+        return all(state is PartState.DONE for state in states)
+
+    def missing_parts(self, name: str) -> list[int]:
+        """Parts of a recorded stage that are not done."""
+        from cfkv.schemas import TABLES
+
+        record = self.require(name)
+        outputs = [Output(TABLES[table], value) for table, value in record["outputs"]]
+        return [i for i in range(record["n_parts"]) if not self.done(outputs, i, record["fingerprint"])]
+
+    def wait_for(self, name: str, *, parts: Sequence[int] | None = None, patient: bool) -> None:
+        """Return when the parts of `name` (default: all) are done.
+
+        With `patient`, other processes are given time: waiting ends with an error only after half an hour
+        without a new part.
+
+        Raises
+        ------
+        CfkvError
+            If parts are missing and nobody is expected to write them, or nobody did.
+        """
+        seen, since = None, time.monotonic()
+        pause = threading.Event()
+        while True:
+            missing = [i for i in self.missing_parts(name) if parts is None or i in set(parts)]
+            if not missing:
+                return
+            if missing != seen:
+                seen, since = missing, time.monotonic()
+            if not patient or time.monotonic() - since > STALL_SECONDS:
+                total = self.require(name)["n_parts"]
+                raise CfkvError(
+                    f"{self.path}: {len(missing)} of {total} parts of stage {name!r} are missing (first: "
+                    f"{missing[0]}); run `cfkv {name.partition(':')[0]} {self.path}` to finish it"
+                )
+            pause.wait(POLL_SECONDS)
+
+    def execute(
+        self,
+        stage: Stage,
+        process: Process,
+        crew: Workers,
+        *,
+        mark: str,
+        items_of_part: Callable[[int], int],
+        extra_columns: pa.Schema | None = None,
+    ) -> StageResult:
+        """Do this process's parts that are not done.
+
+        `process(index, advance)` returns one row list (or Arrow table) per output, in their order.
+        """
+        result = StageResult(stage.name)
+        mine = [index for index in range(stage.n_parts) if crew.owns(index)]
+        todo = [index for index in mine if not self.done(stage.outputs, index, mark)]
+        result.parts_found = len(mine) - len(todo)
+        self.manifest.event("stage_started", stage=stage.name, fingerprint=mark, parts=len(todo), worker=crew.index)
+        total = sum(items_of_part(index) for index in todo)
+        with Ticker(stage.name, total, quiet=not crew.speaks) as counter:
+            for index in todo:
+                contents = process(index, counter.advance)
+                for output, content in zip(stage.outputs, contents, strict=True):
+                    extra = extra_columns if output.table.open_columns else None
+                    arrow = (
+                        content
+                        if isinstance(content, pa.Table)
+                        else store.to_arrow(output.table, content, extra)
+                    )
+                    store.write_part(self.path, output.table, output.value, index, arrow, mark)
+                result.parts_written += 1
+                self.manifest.event("part_written", stage=stage.name, part=index, worker=crew.index)
+        self._remove_leftovers(stage, crew)
+        self._count(stage, mine, result)
+        self.manifest.event("stage_finished", stage=stage.name, statuses=dict(result.statuses), worker=crew.index)
+        if not self.missing_parts(stage.name):
+            self.manifest.update_stage(stage.name, finished=now(), world_size=crew.count)
+        return result
+
+    def _remove_leftovers(self, stage: Stage, crew: Workers) -> None:
+        """Parts beyond the plan are left from an overwritten stage that had more of them."""
+        if crew.index == 0:
+            for output in stage.outputs:
+                for index, path in store.part_paths(self.path, output.table, output.value).items():
+                    if index >= stage.n_parts:
+                        path.unlink()
+
+    def _count(self, stage: Stage, parts: Sequence[int], result: StageResult) -> None:
+        last = stage.outputs[-1]
+        if "status" not in last.table.schema.names:
+            return
+        for index in parts:
+            path = store.part_path(self.path, last.table, last.value, index)
+            column = store.read_part(path, last.table, ["status"])["status"]
+            result.statuses.update(column.to_pylist())
