@@ -1,0 +1,1 @@
+"""Models: the only package that imports transformers."""

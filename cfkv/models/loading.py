@@ -1,0 +1,183 @@
+"""Loading a model and its tokenizer, once per process.
+
+safetensors only, remote code off unless asked for. A GGUF file is dequantised once and kept as safetensors in
+the cache folder (CFKV_CACHE, else cfkv/ under the hub's cache).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from cfkv.config import Execution, ModelConfig
+from cfkv.errors import CfkvError
+from cfkv.models import compat
+from cfkv.models.sources import ModelSource, resolve
+from cfkv.models.tokens import end_ids
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; `layer_types` has one word per layer."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocabulary: int
+    max_positions: int
+    layer_types: tuple[str, ...]
+    shared_layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run, with what identifies it in tables."""
+
+    name: str
+    revision: str
+    weights: str
+    model: nn.Module
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    shape: ModelShape
+    end_ids: frozenset[int]
+    attn_implementation: str
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer alone (for dry runs and imports)."""
+    source = resolve(config)
+    if source.kind == "gguf":
+        return AutoTokenizer.from_pretrained(_dequantised(source))
+    return _pretrained(AutoTokenizer, source, config)
+
+
+def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
+    """Load the model named by `config` onto this process's device.
+
+    Raises
+    ------
+    CfkvError
+        If it cannot be found, has no safetensors weights, or needs code of its own.
+    """
+    transformers_logging.disable_progress_bar()
+    source = resolve(config)
+    state = PartialState(cpu=execution.device == "cpu" or not torch.cuda.is_available())
+    device = torch.device(state.device if execution.device == "auto" else execution.device)
+    dtype = _dtype(config, device)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "use_safetensors": True,
+    }
+    if execution.device_map is not None:
+        options["device_map"] = execution.device_map
+    if source.kind == "gguf":
+        place = _dequantised(source)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        model = AutoModelForCausalLM.from_pretrained(place, **options)
+    else:
+        tokenizer = _pretrained(AutoTokenizer, source, config)
+        model = _pretrained(AutoModelForCausalLM, source, config, **options)
+    if execution.device_map is None:
+        model = model.to(device)
+    model.eval().requires_grad_(False)
+    revision = source.revision or getattr(model.config, "_commit_hash", None) or "unknown"
+    return LoadedModel(
+        name=source.name,
+        revision=revision,
+        weights=source.weights or str(getattr(model.config, "dtype", None) or dtype).removeprefix("torch."),
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        dtype=model.dtype,
+        shape=model_shape(model),
+        end_ids=end_ids(tokenizer, model),
+        attn_implementation=model.config._attn_implementation,
+    )
+
+
+def model_shape(model: nn.Module) -> ModelShape:
+    """Read the sizes off a model's configuration."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    heads = config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_size=config.hidden_size,
+        vocabulary=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+        layer_types=tuple(compat.layer_types(config)),
+        shared_layers=getattr(config, "num_kv_shared_layers", None) or 0,
+    )
+
+
+def _dtype(config: ModelConfig, device: torch.device) -> Any:
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, config.dtype)
+
+
+def _pretrained(kind: Any, source: ModelSource, config: ModelConfig, **options: Any) -> Any:
+    revision = config.revision if source.kind == "hub" else None
+    try:
+        return kind.from_pretrained(
+            source.place, revision=revision, trust_remote_code=config.trust_remote_code, **options
+        )
+    except (OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [repr(error)]
+        hint = "check the name, the network or HF_HUB_OFFLINE" if source.kind == "hub" else "check the folder"
+        raise CfkvError(f"model {source.name!r} cannot be loaded: {lines[0]} ({hint})") from error
+
+
+def cache_folder() -> Path:
+    """Where dequantised weights are kept."""
+    own = os.environ.get("CFKV_CACHE")
+    if own:
+        return Path(own).expanduser()
+    hub = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(hub).expanduser() / "cfkv"
+
+
+def _dequantised(source: ModelSource) -> Path:
+    """A folder with the GGUF file's weights as float32 safetensors, made on the first use."""
+    file = Path(source.place)
+    folder = cache_folder() / f"{file.stem}-{source.revision}"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config  # the weights are dequantised; older loaders fail on it
+    # The model that was read refuses to be saved, since it counts as quantised; a plain one takes its weights.
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        tokenizer.save_pretrained(scratch)
+        model.save_pretrained(scratch)
+        made = Path(scratch) / "model"
+        made.mkdir()
+        for path in list(Path(scratch).iterdir()):
+            if path != made:
+                path.rename(made / path.name)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    return folder
