@@ -1,0 +1,1 @@
+"""Traces: generated, restated from worked solutions, or imported; segmented and graded."""

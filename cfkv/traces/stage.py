@@ -1,0 +1,81 @@
+"""`cfkv trace`: problems in, rows of the traces table out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cfkv.answers import matcher
+from cfkv.config import Execution, TraceConfig
+from cfkv.models.loading import LoadedModel
+from cfkv.schemas import TRACES
+from cfkv.stage import Output, Rows, Run, Stage, StageResult
+from cfkv.traces.items import trace_items
+from cfkv.traces.write import TraceWriter
+from cfkv.workers import Workers
+
+STAGE_VERSION = 1
+
+
+def trace_identity(config: TraceConfig) -> dict[str, Any]:
+    """The configuration as the fingerprint sees it: a file counts by its content, not by its place."""
+    data = config.model_dump(mode="json", exclude={"path"})
+    data["file"] = None if config.path is None else _content_hash(config.path)
+    return data
+
+
+def _content_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+
+
+def model_identity(loaded: LoadedModel) -> dict[str, Any]:
+    """What of a model can change a number."""
+    return {
+        "model": loaded.name,
+        "revision": loaded.revision,
+        "weights": loaded.weights,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "attn_implementation": loaded.attn_implementation,
+    }
+
+
+def run_trace(
+    run: Run,
+    config: TraceConfig,
+    execution: Execution,
+    crew: Workers,
+    load: Callable[[], LoadedModel],
+    describe: Callable[[LoadedModel], dict[str, Any]],
+) -> StageResult:
+    """Make the traces of `config` that this process owns and that are not there yet.
+
+    `load` gives the model; `describe` what the manifest stores about it.
+    """
+    items = trace_items(config)
+    size = config.part_size
+    loaded = load()
+    stage = Stage(
+        name="trace",
+        config={"trace": trace_identity(config), "model": model_identity(loaded)},
+        outputs=(Output(TRACES),),
+        n_parts=-(-len(items) // size),
+        n_items=len(items),
+        version=STAGE_VERSION,
+    )
+    mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
+    run.manifest.record_config("trace", config)
+    writer = TraceWriter(loaded, config, execution, matcher(config.answer_match))
+
+    def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
+        return [writer.rows(items[index * size : (index + 1) * size], advance)]
+
+    return run.execute(
+        stage,
+        process,
+        crew,
+        mark=mark,
+        items_of_part=lambda index: len(items[index * size : (index + 1) * size]),
+    )
