@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cfkv.config import TraceConfig
@@ -60,7 +59,9 @@ def trace_items(config: TraceConfig) -> list[TraceItem]:
 def _problems(config: TraceConfig) -> Iterator[TraceItem]:
     source = problem_sources.get(config.dataset)()
     if config.limit is None and not source.needs_path:
-        raise CfkvError(f"dataset {config.dataset!r} generates problems without end; say how many with --limit")
+        raise CfkvError(
+            f"dataset {config.dataset!r} generates problems without end; say how many with --limit"
+        )
     for problem in source.load(config.path, seed=config.seed):
         yield TraceItem(
             problem_id=problem.problem_id,
@@ -83,7 +84,9 @@ def _imported(config: TraceConfig) -> Iterator[TraceItem]:
         question = optional_text(record, ("question", "problem"), place)
         if question is None and prompt is None and prompt_ids is None:
             have = ", ".join(sorted(record)) or "none"
-            raise CfkvError(f"{place} has no question (or problem, prompt, prompt_token_ids); its fields: {have}")
+            raise CfkvError(
+                f"{place} has no question (or problem, prompt, prompt_token_ids); its fields: {have}"
+            )
         index = record.get("sample_index", 0)
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise CfkvError(f"{place}: field 'sample_index' is {index!r}, not a whole number from 0")
@@ -96,8 +99,6 @@ def _imported(config: TraceConfig) -> Iterator[TraceItem]:
             response=response_ids if response_ids is not None else response,
             finish_reason=optional_text(record, "finish_reason", place) or "imported",
         )
-
-
 
 
 def _ids(record: Mapping[str, Any], name: str, place: str) -> tuple[int, ...] | None:

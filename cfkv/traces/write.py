@@ -99,7 +99,9 @@ class TraceWriter:
 
     def _imported(self, item: TraceItem) -> Row:
         prompt = prompt_ids(self.tokenizer, item, self.config)
-        response = item.response if isinstance(item.response, tuple) else encode(self.tokenizer, item.response or "")
+        response = (
+            item.response if isinstance(item.response, tuple) else encode(self.tokenizer, item.response or "")
+        )
         token_ids = prompt + list(response)
         outside = [i for i in token_ids if i >= self.loaded.shape.vocabulary]
         if outside:
@@ -117,9 +119,7 @@ class TraceWriter:
     def _logprobs(self, token_ids: list[int], start: int) -> list[float]:
         return teacher_forced_logprobs(self.loaded, token_ids, start, chunk_size=self.execution.chunk_size)
 
-    def _decode(
-        self, prompts: Sequence[list[int]], cap: int, stop: Callable[[], Any]
-    ) -> list[Generation]:
+    def _decode(self, prompts: Sequence[list[int]], cap: int, stop: Callable[[], Any]) -> list[Generation]:
         if not prompts:
             return []
         room = [min(cap, self.loaded.shape.max_positions - len(prompt)) for prompt in prompts]
@@ -147,7 +147,8 @@ class TraceWriter:
     def _long_enough(self, reasoning: int) -> None:
         if reasoning < self.config.min_reasoning:
             raise ItemError(
-                "skipped", f"reasoning of {reasoning} tokens is below min_reasoning = {self.config.min_reasoning}"
+                "skipped",
+                f"reasoning of {reasoning} tokens is below min_reasoning = {self.config.min_reasoning}",
             )
 
     def _guard(self, item: TraceItem, make: Callable[[], Row]) -> Row:

@@ -1,0 +1,103 @@
+"""The contract of a label kind, and what a labelled trace looks like to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from cfkv.answers import Matcher
+from cfkv.config import Execution, LabelConfig
+from cfkv.errors import ItemError
+from cfkv.models.loading import LoadedModel
+from cfkv.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelTrace:
+    """The part of a traces row that a counterfactual needs.
+
+    `context` is token_ids[:answer_start], what an answer is regenerated from; `answer_ids` is the trace's own
+    answer up to its closing token.
+    """
+
+    trace_id: str
+    problem_id: str
+    token_ids: tuple[int, ...]
+    reasoning_start: int
+    reasoning_stop: int
+    answer_start: int
+    answer_stop: int
+    answer_prefix: str
+    answer: str
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> LabelTrace:
+        """Pick the fields out of a traces row.
+
+        Raises
+        ------
+        ItemError
+            If the answer span is empty, so that there is nothing whose probability could change.
+        """
+        fields = {name: row[name] for name in cls.__dataclass_fields__}
+        trace = cls(**{**fields, "token_ids": tuple(row["token_ids"])})
+        if trace.answer_stop <= trace.answer_start:
+            raise ItemError("no_answer", "the trace has no tokens after its boundary")
+        return trace
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Tokens that precede the answer."""
+        return self.token_ids[: self.answer_start]
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The trace's own answer."""
+        return self.token_ids[self.answer_start : self.answer_stop]
+
+    @property
+    def reasoning_length(self) -> int:
+        """Tokens between the start of the reasoning and the boundary."""
+        return self.reasoning_stop - self.reasoning_start
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledTrace:
+    """Rows of the windows table and the row of the token_labels table."""
+
+    windows: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    tokens: Mapping[str, Any]
+
+
+class Label(ABC):
+    """One kind of counterfactual: built for a model and a configuration, applied to traces one by one.
+
+    Class attributes: `source` (paper and section), `unit` of the value column, `sign` (what a positive value
+    means). `version` is raised when the same configuration gives other labels.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    unit: ClassVar[str]
+    sign: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    def __init__(
+        self, loaded: LoadedModel, config: LabelConfig, execution: Execution, matcher: Matcher
+    ) -> None:
+        self.loaded, self.config, self.execution, self.matcher = loaded, config, execution, matcher
+
+    @abstractmethod
+    def label(self, trace: LabelTrace) -> LabelledTrace:
+        """Intervene on every window of `trace`.
+
+        Raises
+        ------
+        ItemError
+            If this trace cannot be labelled; the stage writes the reason.
+        """
+
+
+label_kinds: Registry[Label] = Registry("label", "cfkv.labels")

@@ -1,0 +1,24 @@
+"""Norm of the residual stream."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
+
+
+@signal_kinds.register
+class HiddenNorm(CausalSignal):
+    """||h(t)||."""
+
+    group: ClassVar[str] = "hidden"
+    observes: ClassVar[str] = "hidden"
+    unit: ClassVar[str] = "residual-stream L2 norm"
+    source: ClassVar[str] = "EpiKV, ablation notes"
+    embedding: ClassVar[bool] = True
+
+    def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
+        """No memory is needed."""
+        return present(observation.hidden_CE, "hidden states").norm(dim=-1)[None], None

@@ -1,0 +1,23 @@
+"""Variance of a cached key over its head dimension (EpiKV's KV-key policy, methods 3.3)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
+
+
+@signal_kinds.register
+class KeyVariance(CausalSignal):
+    """Unbiased variance over the head dimension, per KV head."""
+
+    group: ClassVar[str] = "kv"
+    observes: ClassVar[str] = "kv"
+    unit: ClassVar[str] = "squared key units"
+    source: ClassVar[str] = "EpiKV, KV-key"
+
+    def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
+        """No memory is needed."""
+        return present(observation.keys_GCD, "keys").var(dim=-1, correction=1), None

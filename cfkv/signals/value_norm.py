@@ -1,0 +1,23 @@
+"""Norm of a cached value (AvoKV-E's payload, methods 2)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
+
+
+@signal_kinds.register
+class ValueNorm(CausalSignal):
+    """||v(t)|| per KV head."""
+
+    group: ClassVar[str] = "kv"
+    observes: ClassVar[str] = "kv"
+    unit: ClassVar[str] = "value L2 norm"
+    source: ClassVar[str] = "AvoKV-E, payload b"
+
+    def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
+        """No memory is needed."""
+        return present(observation.values_GCD, "values").norm(dim=-1), None
