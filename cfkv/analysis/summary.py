@@ -1,0 +1,255 @@
+"""What a person reads: the strongest rows, one table of the study, and counts of what was labelled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from cfkv.analysis.intervals import Estimate, undefined
+from cfkv.analysis.resampling import bootstrap_share, cluster_counts
+from cfkv.errors import CfkvError, unknown_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SIGNIFICANCE = 0.05
+COMBINATION = ("kind", "signal", "layer", "smoothing", "control")
+
+
+def strongest(frame: pl.DataFrame, n: int, measure: str = "spearman_within") -> pl.DataFrame:
+    """The `n` rows of one measure that are farthest from "no association", strongest first.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        The table `correlations`.
+    n : int
+        Rows at most.
+    measure : str
+        spearman_within (default: free of differences between traces), spearman_pooled or auroc.
+
+    Returns
+    -------
+    DataFrame
+        With the columns of `correlations`; rows without an estimate are left out, equal ones keep the order
+        of their key. The strongest of many is a biased estimate: read its adjusted p-value.
+    """
+    null = 0.5 if measure == "auroc" else 0.0
+    return (
+        frame.filter((pl.col("measure") == measure) & pl.col("estimate").is_not_nan())
+        .sort((pl.col("estimate") - null).abs(), *COMBINATION, descending=[True] + 5 * [False])
+        .head(n)
+    )
+
+
+def correlation_table(frame: pl.DataFrame) -> Table:
+    """One entry per label kind and signal, at the layer and smoothing where it is surest (smallest p).
+
+    Surest, not largest: a smoothing that leaves a few independent values per trace gives large correlations
+    by chance. The p-value is that of rho within traces, adjusted over all signals, layers and smoothings of
+    the label kind, so that it bears the choice. A signal without any estimate has an entry that says why.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        The table `correlations`.
+
+    Returns
+    -------
+    rich.table.Table
+        Sorted by kind, then surest signal first; fits 80 columns.
+    """
+    from rich import box
+    from rich.table import Table
+
+    level = 100 * float(frame["level"][0]) if frame.height else 95.0
+    n_tests = frame.filter(pl.col("measure") == "spearman_within").height
+    table = Table(
+        title="Signals against labels, each at its surest layer and smoothing",
+        caption=f"rho: Spearman within traces, averaged over traces. Ranges: {level:g} % intervals. "
+        "Adjusted p: of rho, Benjamini-Hochberg over all tests of a label "
+        f"({n_tests:,} over all labels here). The best of many is flattered.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        leading=1,
+    )
+    for heading in ("signal\nlabel", "layer\nsmoothing"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("rho", "AUROC", "adjusted p", "traces\ntokens"):
+        table.add_column(heading, justify="right")
+    areas = {
+        _combination(row): row for row in frame.filter(pl.col("measure") == "auroc").iter_rows(named=True)
+    }
+    for row in _surest_rows(frame):
+        name = f"{row['signal']}\n{row['kind']}"
+        place = f"{'no layer' if row['layer'] is None else row['layer']}\n{row['smoothing']}"
+        area = areas.get(_combination(row))
+        counts = f"{row['n_traces']:,}\n{row['n_tokens']:,}"
+        place = "-" if math.isnan(row["estimate"]) else place
+        verdict = _verdict(row["adjusted_pvalue"])
+        table.add_row(name, place, _ranged(row, "+.2f"), _ranged(area, ".2f"), verdict, counts)
+    return table
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """How many traces, windows and tokens stand behind one kind of label.
+
+    Attributes
+    ----------
+    n_traces : traces of the run, failed ones included
+    n_correct, n_incorrect : among those that succeeded; an ungraded one is neither
+    n_excluded : traces whose unmodified context no longer gave the answer (the control disagrees)
+    n_labelled : traces with labels
+    n_failed_by_status : failed traces by the name of the failure; failed labels as `labels: <status>`
+    n_windows, n_flipped : interventions of this kind, and those that changed the answer
+    n_tested, n_important : tokens of labelled traces
+    important_share : pooled over tokens, with a bootstrap interval over problems; NaN with a reason below two
+    """
+
+    kind: str
+    n_traces: int
+    n_correct: int
+    n_incorrect: int
+    n_excluded: int
+    n_labelled: int
+    n_failed_by_status: Mapping[str, int]
+    n_windows: int
+    n_flipped: int
+    n_tested: int
+    n_important: int
+    important_share: Estimate
+
+
+def label_counts(
+    traces: pl.DataFrame,
+    token_labels: pl.DataFrame,
+    windows: pl.DataFrame,
+    kind: str | None = None,
+    *,
+    rng: np.random.Generator | None = None,
+    draws: int = 2000,
+    level: float = 0.95,
+) -> LabelCounts:
+    """Count traces, windows and tokens of one kind of label.
+
+    Parameters
+    ----------
+    traces, token_labels, windows : DataFrame
+        The tables of those names.
+    kind : str, optional
+        Needed where the labels are of several kinds.
+    rng : Generator, optional
+        For the interval of the important share; default_rng(0) when left out, so that two calls agree.
+    draws, level :
+        Of the bootstrap over problems.
+
+    Raises
+    ------
+    CfkvError
+        For an unknown kind, or none named where there are several.
+    """
+    kind = _the_kind(token_labels, kind)
+    labels = token_labels.filter(pl.col("kind") == kind)
+    made = windows.filter(pl.col("kind") == kind)
+    succeeded = traces.filter(pl.col("status") == "ok")
+    failed_traces = traces.filter(pl.col("status") != "ok").get_column("status").to_list()
+    failed_labels = labels.filter(~pl.col("status").is_in(["labelled", "excluded"]))
+    failures = failed_traces + [f"labels: {status}" for status in failed_labels["status"]]
+    labelled = labels.filter(pl.col("status") == "labelled")
+    tested, important = _tokens_by_problem(labelled)
+    return LabelCounts(
+        kind=kind,
+        n_traces=traces.height,
+        n_correct=int((succeeded["correct"] == True).sum()),  # noqa: E712 (null = ungraded, neither)
+        n_incorrect=int((succeeded["correct"] == False).sum()),  # noqa: E712
+        n_excluded=labels.filter(pl.col("status") == "excluded").height,
+        n_labelled=labelled.height,
+        n_failed_by_status={name: failures.count(name) for name in sorted(set(failures))},
+        n_windows=made.height,
+        n_flipped=int(made["flipped"].sum() or 0),
+        n_tested=int(tested.sum()),
+        n_important=int(important.sum()),
+        important_share=_important_share(tested, important, rng, draws, level),
+    )
+
+
+def _important_share(
+    tested: NDArray[np.float64],
+    important: NDArray[np.float64],
+    rng: np.random.Generator | None,
+    draws: int,
+    level: float,
+) -> Estimate:
+    if tested.size < 2:
+        return undefined("fewer than 2 labelled problems")
+    counts = cluster_counts(tested.size, draws, rng if rng is not None else np.random.default_rng(0))
+    return bootstrap_share(important, tested, counts, level)
+
+
+def _tokens_by_problem(labelled: pl.DataFrame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    importance = pl.col("importance")
+    sums = (
+        labelled.select(
+            "problem_id",
+            importance.list.eval(pl.element() >= 0).list.sum().alias("tested"),
+            importance.list.eval(pl.element() == 1).list.sum().alias("important"),
+        )
+        .group_by("problem_id")
+        .sum()
+        .sort("problem_id")
+    )
+    return sums["tested"].to_numpy().astype(np.float64), sums["important"].to_numpy().astype(np.float64)
+
+
+def _the_kind(token_labels: pl.DataFrame, kind: str | None) -> str:
+    # Not those of the windows: a null intervention has windows but labels no token.
+    kinds = sorted(token_labels["kind"].unique().to_list())
+    if kind is None and len(kinds) == 1:
+        return kinds[0]
+    if kind is None:
+        raise CfkvError(
+            f"token_labels holds {len(kinds)} label kinds ({', '.join(kinds)}); name one as kind="
+        )
+    if kind not in kinds:
+        raise unknown_name("label kind", kind, kinds)
+    return kind
+
+
+def _surest_rows(frame: pl.DataFrame) -> list[dict[str, Any]]:
+    """One within-trace row per (kind, signal): the smallest p, then the largest |rho|; NaN comes last."""
+    within = frame.filter(pl.col("measure") == "spearman_within").with_columns(
+        pl.col("pvalue").fill_nan(2.0).alias("doubt"),
+        pl.col("estimate").abs().fill_nan(-1.0).alias("strength"),
+    )
+    surest = (
+        within.sort("doubt", "strength", *COMBINATION, descending=[False, True] + 5 * [False])
+        .unique(("kind", "signal"), keep="first", maintain_order=True)
+        .sort("kind", "doubt", "strength", "signal", descending=[False, False, True, False])
+    )
+    return surest.to_dicts()
+
+
+def _combination(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in COMBINATION)
+
+
+def _ranged(row: Mapping[str, Any] | None, form: str) -> str:
+    if row is None:
+        return "-"
+    if math.isnan(row["estimate"]):
+        return f"none:\n{row['nan_reason']}"
+    return f"{row['estimate']:{form}}\n{row['low']:{form}} to {row['high']:{form}}"
+
+
+def _verdict(pvalue: float) -> str:
+    if math.isnan(pvalue):
+        return "-"
+    text = "< .001" if pvalue < 0.001 else f"{pvalue:.3f}"
+    return text if pvalue < SIGNIFICANCE else f"{text} not\nsignificant"
