@@ -1,0 +1,1 @@
+"""Figures, tables and the self-contained report.html, drawn from a run's tables alone."""

@@ -1,0 +1,96 @@
+"""What a run holds, counted from its tables: every share in the report stands beside its counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+
+@dataclass(frozen=True)
+class TraceCounts:
+    """Traces by outcome; `failed` maps (status, reason) to a number."""
+
+    problems: int
+    traces: int
+    correct: int
+    incorrect: int
+    ungraded: int
+    failed: dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class WindowCounts:
+    """Windows of one label kind: `tested` ran to the end, `accepted` of them needed no decoding because the
+    original answer was accepted as a whole draft; `mean_accepted` is in tokens."""
+
+    tested: int
+    failed: int
+    flipped: int
+    answered: int
+    accepted: int
+    mean_accepted: float | None
+
+
+def count_traces(traces: pl.DataFrame) -> TraceCounts:
+    """Problems and traces, graded and failed."""
+    good = traces.filter(pl.col("status") == "ok")
+    failed = (
+        traces.filter(pl.col("status").ne_missing("ok"))
+        .with_columns(pl.col("status", "reason").fill_null(""))
+        .group_by("status", "reason")
+        .len()
+        .sort(["len", "status", "reason"], descending=[True, False, False])
+    )
+    return TraceCounts(
+        problems=traces.select("dataset", "problem_id").unique().height,
+        traces=traces.height,
+        correct=good.filter(pl.col("correct")).height,
+        incorrect=good.filter(~pl.col("correct")).height,
+        ungraded=good["correct"].null_count(),
+        failed={(status, reason): number for status, reason, number in failed.iter_rows()},
+    )
+
+
+def count_windows(windows: pl.DataFrame, kind: str) -> WindowCounts:
+    """Windows of one kind by outcome."""
+    tried = windows.filter(pl.col("kind") == kind)
+    done = tried.filter(pl.col("status") == "ok")
+    mean = done["accepted_draft"].mean()
+    return WindowCounts(
+        tested=done.height,
+        failed=tried.height - done.height,
+        flipped=done.filter(pl.col("flipped")).height,
+        answered=done.filter(pl.col("answered")).height,
+        accepted=done.filter(pl.col("decoded") == 0).height,
+        mean_accepted=float(mean) if isinstance(mean, float | int) else None,
+    )
+
+
+def label_kinds(*tables: pl.DataFrame) -> list[str]:
+    """Label kinds in any of the tables, in the order in which they appear."""
+    return list(dict.fromkeys(kind for table in tables for kind in table["kind"].unique(maintain_order=True)))
+
+
+def failure_rows(
+    traces: pl.DataFrame, windows: pl.DataFrame, token_labels: pl.DataFrame, probed: pl.DataFrame
+) -> list[dict[str, str]]:
+    """Every row of the four tables that did not end well: table, item, status, reason."""
+    empty = pl.lit("")
+    wanted = [
+        ("traces", traces, ["ok"], empty),
+        ("token_labels", token_labels, ["labelled"], pl.col("kind")),
+        ("windows", windows, ["ok"], pl.format("{} window {}", "kind", "window_index")),
+        ("probed", probed, ["ok"], pl.col("group")),
+    ]
+    rows: list[dict[str, str]] = []
+    for name, frame, good, part in wanted:
+        bad = frame.filter(~pl.col("status").fill_null("").is_in(good)).select(
+            table=pl.lit(name),
+            trace_id=pl.col("trace_id"),
+            part=part,
+            status=pl.col("status").fill_null("(none)"),
+            reason=pl.col("reason").fill_null(""),
+        )
+        rows += bad.to_dicts()
+    return rows

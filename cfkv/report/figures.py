@@ -1,0 +1,86 @@
+"""Every figure of a run, as SVG text for the page or as files with the table that each was drawn from."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from cfkv.report.auroc import auroc_figure, auroc_rows
+from cfkv.report.bands import band_figure, band_rows
+from cfkv.report.style import styled
+from cfkv.report.text import slug
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "auroc_figure",
+    "auroc_rows",
+    "band_figure",
+    "band_rows",
+    "draw_figures",
+    "figures_svg",
+    "write_figures",
+]
+
+DPI = 160
+
+
+def svg_text(figure: Figure) -> str:
+    """A figure as SVG with text kept as text and no time stamp, so that equal figures give equal files."""
+
+    buffer = io.StringIO()
+    with styled():
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    return buffer.getvalue()
+
+
+def draw_figures(correlations: pl.DataFrame, *, measure: str = "spearman_within") -> dict[str, Figure]:
+    """Every figure by its name, `bands-KIND` and `auroc-KIND` for each label kind in the table."""
+    figures: dict[str, Figure] = {}
+    for kind in correlations["kind"].unique(maintain_order=True):
+        if len(band_rows(correlations, kind, measure=measure)):
+            figures[f"bands-{slug(kind)}"] = band_figure(correlations, kind, measure=measure)
+        if len(auroc_rows(correlations, kind)):
+            figures[f"auroc-{slug(kind)}"] = auroc_figure(correlations, kind)
+    return figures
+
+
+def figures_svg(correlations: pl.DataFrame, *, measure: str = "spearman_within") -> dict[str, str]:
+    """The figures as SVG texts, by name: what `render_report` puts into the page."""
+    return {name: svg_text(figure) for name, figure in draw_figures(correlations, measure=measure).items()}
+
+
+def write_figures(
+    correlations: pl.DataFrame, directory: Path, *, measure: str = "spearman_within"
+) -> list[Path]:
+    """Write each figure as PNG and SVG into `directory`, and the plotted values as bands.csv and auroc.csv.
+
+    Returns the files written; a table without rows has none.
+    """
+
+    directory.mkdir(parents=True, exist_ok=True)
+    kinds = correlations["kind"].unique(maintain_order=True).to_list()
+    written: list[Path] = []
+    tables = {
+        "bands": [band_rows(correlations, kind, measure=measure) for kind in kinds],
+        "auroc": [auroc_rows(correlations, kind) for kind in kinds],
+    }
+    for name, parts in tables.items():
+        if not any(len(part) for part in parts):
+            continue
+        path = directory / f"{name}.csv"
+        pl.concat(parts).write_csv(path)
+        written.append(path)
+    for name, figure in draw_figures(correlations, measure=measure).items():
+        png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+        with styled():
+            figure.savefig(png, format="png", dpi=DPI)
+        svg.write_text(svg_text(figure), encoding="utf-8")
+        written += [png, svg]
+    return written
