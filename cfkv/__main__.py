@@ -1,0 +1,5 @@
+"""`python -m cfkv`, which is how launchers start a process."""
+
+from cfkv.cli import main
+
+main()

@@ -1,0 +1,64 @@
+"""`cfkv correlate`: labels and signals in, rows of the correlations table out."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from cfkv import store
+from cfkv.analysis.correlate import correlate
+from cfkv.config import CorrelateConfig, Execution
+from cfkv.errors import CfkvError
+from cfkv.schemas import CORRELATIONS, SIGNALS, TOKEN_LABELS, TRACES
+from cfkv.stage import Output, Run, Stage, StageResult
+from cfkv.workers import Workers
+
+
+def upstream_stages(run: Run) -> tuple[str, ...]:
+    """The trace stage and all label and probe stages of the run.
+
+    Raises
+    ------
+    CfkvError
+        If there is no label or no signal to correlate.
+    """
+    names = sorted(run.manifest.read()["stages"])
+    for family, command in (("label:", "label"), ("probe:", "probe")):
+        if not any(name.startswith(family) for name in names):
+            raise CfkvError(f"{run.path} has no {command}s yet; run `cfkv {command} {run.path}` first")
+    return ("trace", *(name for name in names if name.startswith(("label:", "probe:"))))
+
+
+def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, patient: bool) -> StageResult:
+    """Correlate everything that was probed with everything that was labelled; one process does it.
+
+    With `patient`, parts that other processes still have to write are waited for. A correlation whose inputs
+    changed is made anew without asking: it costs seconds and is derived.
+    """
+    upstream = upstream_stages(run)
+    for name in upstream:
+        run.wait_for(name, patient=patient)
+    stage = Stage(
+        name="correlate",
+        config={"correlate": config.model_dump(mode="json")},
+        outputs=(Output(CORRELATIONS),),
+        n_parts=1,
+        n_items=1,
+        upstream=upstream,
+    )
+    record = run.manifest.stage("correlate")
+    config_unchanged = record is not None and record["identity"]["config"] == stage.config
+    mark = run.open_stage(stage, overwrite=execution.overwrite or config_unchanged)
+    run.manifest.record_config("correlate", config)
+
+    def process(index: int, advance: object) -> list[object]:
+        groups = [name.removeprefix("probe:") for name in upstream if name.startswith("probe:")]
+        kinds = [name.removeprefix("label:") for name in upstream if name.startswith("label:")]
+        frame = correlate(
+            store.scan(run.path, TRACES).collect(),
+            pl.concat([store.scan(run.path, TOKEN_LABELS, kind) for kind in kinds]).collect(),
+            {group: store.scan(run.path, SIGNALS, group).collect() for group in groups},
+            config,
+        )
+        return [frame.to_arrow().cast(CORRELATIONS.schema)]
+
+    return run.execute(stage, process, Workers(), mark=mark, items_of_part=lambda index: 1)  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+"""The command line. Exit codes: 0 done, 1 some items failed, 2 usage or configuration.
+
+Nothing heavy is imported before a command needs it, so that `cfkv --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from pydantic import ValidationError
+
+from cfkv import __version__
+from cfkv.config import (
+    Config,
+    CorrelateConfig,
+    Execution,
+    LabelConfig,
+    ModelConfig,
+    ProbeConfig,
+    Recipe,
+    ReportConfig,
+    TraceConfig,
+    apply_settings,
+    load_recipe,
+    validation_error,
+)
+from cfkv.errors import CfkvError
+
+DONE, ITEMS_FAILED, USAGE = 0, 1, 2
+
+app = App(
+    name="cfkv",
+    version=__version__,
+    help="Which cached tokens does a reasoning trace need? Counterfactual labels, streamed signals, honest "
+    "statistics.\n\nStart with `cfkv quickstart`. Exit codes: 0 done, 1 some items failed, 2 usage or "
+    "configuration.",
+)
+
+Directory = Annotated[Path, Parameter(help="Run directory; re-running a command continues there.")]
+Flat = Parameter(name="*")
+ModelFlags = Annotated[ModelConfig, Flat]
+ExecutionFlags = Annotated[Execution, Flat]
+RecipeFlag = Annotated[
+    Path | None, Parameter(help="YAML recipe whose section for this stage is used; flags win over it.")
+]
+
+
+@app.command
+def quickstart(
+    directory: Directory = Path("runs/quickstart"), /, *, execution: ExecutionFlags = Execution()
+) -> int:
+    """Run every stage on the built-in model; prints where the report is."""
+    return _run_recipe(quickstart_recipe(), directory, execution)
+
+
+def quickstart_recipe() -> Recipe:
+    """60 traces of the built-in model, windows of 8 with stride 4."""
+    return Recipe(
+        trace=TraceConfig(dataset="registers", limit=60, max_new_tokens=384, part_size=20),
+        label=(LabelConfig(window=8, stride=4, max_new_tokens=32),),
+    )
+
+
+@app.command
+def run(
+    recipe: Annotated[Path, Parameter(help="YAML recipe; see pipelines/.")],
+    directory: Annotated[
+        Path | None, Parameter(help="Run directory; default runs/<name of the recipe>.")
+    ] = None,
+    /,
+    *,
+    set: Annotated[list[str] | None, Parameter(help="Override section.key=value; may be repeated.")] = None,
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Run a whole experiment: trace, label, probe, correlate, report. Resumable."""
+    loaded = apply_settings(load_recipe(recipe), set or [])
+    return _run_recipe(loaded, directory or Path("runs") / recipe.stem, execution)
+
+
+@app.command
+def trace(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[TraceConfig, Flat] = TraceConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Make traces: generate, restate worked solutions, or import."""
+    whole = _layered(directory, recipe, model=model, trace=config)
+    return _stages(directory, whole, execution, ["trace"])
+
+
+@app.command
+def label(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[LabelConfig, Flat] = LabelConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Label the correct traces by a counterfactual."""
+    whole = _layered(directory, recipe, model=model, label=config)
+    return _stages(directory, whole, execution, [f"label:{config.kind}"])
+
+
+@app.command
+def probe(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[ProbeConfig, Flat] = ProbeConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Stream signals of every token and layer."""
+    whole = _layered(directory, recipe, model=model, probe=config)
+    return _stages(directory, whole, execution, ["probe"])
+
+
+@app.command
+def correlate(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    config: Annotated[CorrelateConfig, Flat] = CorrelateConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Hold signals against labels; prints the strongest."""
+    return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
+
+
+@app.command
+def report(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    config: Annotated[ReportConfig, Flat] = ReportConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Write figures and one self-contained report.html."""
+    return _stages(directory, _layered(directory, recipe, report=config), execution, ["report"])
+
+
+@app.command(name="ls")
+def list_members(family: str, /) -> int:
+    """List what can be named: signals, labels, problems or models."""
+    from cfkv.listing import print_family
+
+    print_family(family)
+    return DONE
+
+
+@app.command
+def doctor(*, model: ModelFlags = ModelConfig(), execution: ExecutionFlags = Execution()) -> int:
+    """Check what a model can do here."""
+    from cfkv.doctor import examine
+
+    return DONE if examine(model, execution) else ITEMS_FAILED
+
+
+def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:
+    """Defaults < what the directory or the recipe says < flags that were given."""
+    from cfkv.manifest import Manifest
+
+    base = load_recipe(recipe) if recipe is not None else Manifest(directory).recipe()
+    changed: dict[str, Any] = {}
+    for section, given in flags.items():
+        values = {name: getattr(given, name) for name in given.model_fields_set}
+        if section == "label":
+            kind = values.get("kind", "occlusion")
+            old = next((c for c in base.label if c.kind == kind), LabelConfig(kind=kind))
+            others = tuple(c for c in base.label if c.kind != kind)
+            changed["label"] = (*others, old.model_copy(update=values))
+        else:
+            changed[section] = getattr(base, section).model_copy(update=values)
+    return base.model_copy(update=changed)
+
+
+def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
+    labels = [f"label:{config.kind}" for config in recipe.label]
+    return _stages(directory, recipe, execution, ["trace", *labels, "probe", "correlate", "report"])
+
+
+def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Sequence[str]) -> int:
+    if execution.dry_run:
+        from cfkv.listing import print_plan
+
+        print_plan(recipe, execution, directory, stages)
+        return DONE
+    from cfkv.session import Session
+
+    session = Session.open(directory, recipe, execution)
+    try:
+        return _execute(session, stages)
+    finally:
+        session.close()
+
+
+def _execute(session: Any, stages: Sequence[str]) -> int:
+    from cfkv.listing import print_correlations, print_result
+
+    failed = 0
+    for name in stages:
+        if name in ("correlate", "report"):
+            if session.crew.rank > 0:
+                continue
+            owed = session.waiting_for() if session.crew.world_size == 1 and session.crew.shards > 1 else []
+            if owed:
+                print(f"other shards still owe parts of {', '.join(owed)}; the last shard, or a later")
+                print(
+                    f"`cfkv correlate {session.run.path}` and `cfkv report {session.run.path}`, finishes the run"
+                )
+                break
+        if name == "report":
+            print(f"report: {session.report()}")
+            continue
+        family, _, kind = name.partition(":")
+        result = session.label(kind) if family == "label" else getattr(session, family)()
+        failed += result.failed
+        if session.crew.speaks:
+            print_result(session.run, result)
+            if name == "correlate":
+                print_correlations(session.run)
+    return ITEMS_FAILED if failed else DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    sys.exit(_guarded(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _guarded(arguments: list[str]) -> int:
+    try:
+        found = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except CfkvError as error:
+        return _complain(str(error))
+    except CycloptsError as error:
+        return _complain(_usage(error))
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
+        return 130
+    return found if isinstance(found, int) else DONE
+
+
+def _usage(error: CycloptsError) -> str:
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, ValidationError):
+        return str(validation_error(cause, Config, "command line"))
+    return str(error)
+
+
+def _complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    main()

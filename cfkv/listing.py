@@ -1,0 +1,126 @@
+"""What the commands print: families, plans, results, correlations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cfkv.config import Execution, Recipe
+from cfkv.errors import unknown_name
+from cfkv.stage import Run, StageResult
+
+FAMILIES = ("signals", "labels", "problems", "models")
+
+
+def first_line(text: str | None) -> str:
+    """The first line of a docstring."""
+    return (text or "").strip().split("\n")[0]
+
+
+def family_table(family: str) -> Table:
+    """One row per member of a family, from what each member declares.
+
+    Raises
+    ------
+    CfkvError
+        For a family that does not exist.
+    """
+    if family == "signals":
+        from cfkv.signals._base import signal_kinds
+
+        table = Table("signal", "group", "unit", "causal", "source", "what it is")
+        for signal in signal_kinds.members():
+            causal = "yes" if signal.horizon == 0 else f"looks ahead {signal.horizon}"
+            table.add_row(
+                signal.name, signal.group, signal.unit, causal, signal.source, first_line(signal.__doc__)
+            )
+    elif family == "labels":
+        from cfkv.labels._base import label_kinds
+
+        table = Table("label", "unit", "sign", "source", "what it does")
+        for label in label_kinds.members():
+            table.add_row(label.name, label.unit, label.sign, label.source, first_line(label.__doc__))
+    elif family == "problems":
+        from cfkv.problems._base import problem_sources
+
+        table = Table("dataset", "needs --path", "licence", "source", "rows")
+        for source in problem_sources.members():
+            needs = "yes" if source.needs_path else "no"
+            table.add_row(source.name, needs, source.licence, source.source, first_line(source.__doc__))
+    elif family == "models":
+        from cfkv.models.sources import NAMED
+
+        table = Table("model", "what it is")
+        for name, text in NAMED.items():
+            table.add_row(name, text)
+        table.add_row("org/name", "any decoder-only model on the hub, safetensors only")
+        table.add_row("FOLDER", "a local folder with config.json and safetensors")
+        table.add_row("FILE.gguf", "a GGUF file, dequantised once")
+    else:
+        raise unknown_name("family", family, FAMILIES)
+    return table
+
+
+def print_family(family: str) -> None:
+    """Print a family as a table."""
+    Console().print(family_table(family))
+
+
+def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> None:
+    """Print the costs of `stages`; analysis stages cost seconds and are left out."""
+    from cfkv.plan import plan
+
+    table = Table(
+        "stage", "items", "forwards", "tokens", "disk", title=f"dry run of {directory}: nothing was run"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    costs = plan(recipe, execution, directory, stages)
+    for cost in costs:
+        bound = "<= " if cost.bound else ""
+        numbers = (cost.items, cost.forwards, cost.tokens)
+        table.add_row(
+            cost.stage, *(f"{bound}{number:,}" for number in numbers), f"{bound}{_bytes(cost.disk)}"
+        )
+    console = Console()
+    console.print(table)
+    if any(cost.stage.startswith("label") for cost in costs):
+        console.print(
+            "label items are windows; their forwards leave out the decoding of windows whose draft fails "
+            f"(at most {max(config.max_new_tokens for config in recipe.label)} steps per batch)"
+        )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def print_result(run: Run, result: StageResult) -> None:
+    """One line per stage: what was done, found, and how the items ended."""
+    if result.name == "correlate":
+        return
+    parts = f"{result.parts_written} parts written"
+    if result.parts_found:
+        parts += f", {result.parts_found} already done"
+    statuses = (
+        ", ".join(f"{count} {status}" for status, count in sorted(result.statuses.items())) or "no items"
+    )
+    print(f"{result.name}: {statuses} ({parts})")
+    if result.failed:
+        print(f"  failed items carry their reason: cfkv.load({str(run.path)!r}), column `reason`")
+
+
+def print_correlations(run: Run) -> None:
+    """The table of the study, for a person."""
+    from cfkv import store
+    from cfkv.analysis.summary import correlation_table
+    from cfkv.schemas import CORRELATIONS
+
+    Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))

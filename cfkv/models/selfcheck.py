@@ -1,0 +1,173 @@
+"""What a model can do here, measured: run by `cfkv doctor` and at the start of every stage that loads one.
+
+The checks use the model itself on a few random tokens, so they hold for the kernel, dtype and library
+versions at hand and not for an architecture in general.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfkv.errors import CfkvError
+from cfkv.models import compat
+from cfkv.models.loading import LoadedModel
+from cfkv.models.observe import tapping_hidden
+
+TOKENS, EVICTED = 24, slice(6, 14)
+# Largest logit difference that counts as equal, by compute dtype.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: `ok` is None where it could not be run; `value` is the largest logit difference."""
+
+    name: str
+    ok: bool | None
+    value: float | None
+    detail: str
+
+
+def inventory(loaded: LoadedModel) -> str:
+    """The layers by kind, e.g. `30 layers: 30 full_attention`."""
+    kinds = Counter(loaded.shape.layer_types)
+    text = f"{loaded.shape.num_layers} layers: " + ", ".join(
+        f"{n} {kind}" for kind, n in sorted(kinds.items())
+    )
+    return text + (f", {loaded.shape.shared_layers} with shared KV" if loaded.shape.shared_layers else "")
+
+
+def limits(loaded: LoadedModel) -> list[str]:
+    """What cfkv cannot do with this model, each with the layers that are the reason."""
+    found = []
+    for kind in sorted(set(loaded.shape.layer_types) - KNOWN_LAYERS):
+        layers = [i for i, own in enumerate(loaded.shape.layer_types) if own == kind]
+        found.append(
+            f"layers {_ranges(layers)} are {kind}: they keep no key and value per token, so that replaying from a "
+            "shared prefix, knockout, eviction and kv signals are undefined"
+        )
+    if loaded.shape.shared_layers:
+        first = loaded.shape.num_layers - loaded.shape.shared_layers
+        layers = list(range(first, loaded.shape.num_layers))
+        found.append(f"layers {_ranges(layers)} share their keys and values with earlier layers")
+    return found
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-2, 4` for [0, 1, 2, 4]."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+@torch.inference_mode()
+def self_check(loaded: LoadedModel) -> list[Check]:
+    """Run all checks; a model with layers that cfkv does not know gets None for each, with the reason."""
+    reasons = limits(loaded)
+    if reasons:
+        return [Check(name, None, None, reasons[0]) for name in CHECKS]
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, loaded.shape.vocabulary, size=TOKENS + 3)
+    ids = torch.tensor(drawn[None], device=loaded.device)
+    return [check(loaded, ids, name) for name, check in CHECKS.items()]
+
+
+def _compare(loaded: LoadedModel, name: str, first: Tensor, second: Tensor, exact: str | None) -> Check:
+    difference = float((first - second).abs().max())
+    tolerance = 0.0 if exact else TOLERANCE.get(loaded.dtype, 1e-3)
+    detail = exact or f"largest logit difference, at most {tolerance:g} in {loaded.dtype}".replace(
+        "torch.", ""
+    )
+    return Check(name, difference <= tolerance, difference, detail)
+
+
+def _taps(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
+    plain = compat.forward(loaded.model, ids, compat.new_cache())
+    seen: set[int] = set()
+    with tapping_hidden(loaded.model, lambda layer, output: seen.add(layer)):
+        tapped = compat.forward(loaded.model, ids, compat.new_cache())
+    expected = set(range(-1, loaded.shape.num_layers))
+    if seen != expected:
+        return Check(name, False, None, f"taps fired for layers {sorted(seen)} of {sorted(expected)}")
+    return _compare(loaded, name, plain, tapped, "bit-identical logits")
+
+
+def _chunks(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
+    whole = compat.forward(loaded.model, ids, compat.new_cache())
+    cache = compat.new_cache()
+    pieces = [
+        compat.forward(loaded.model, ids[:, start : start + 7], cache) for start in range(0, ids.shape[1], 7)
+    ]
+    return _compare(loaded, name, whole, torch.cat(pieces, dim=1), None)
+
+
+def _evicted(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
+    cache = compat.new_cache()
+    compat.forward(loaded.model, ids[:, :TOKENS], cache)
+    positions = torch.arange(ids.shape[1], device=loaded.device)
+    new = positions[TOKENS:]
+    hidden = torch.zeros_like(positions, dtype=torch.bool)
+    hidden[EVICTED] = True
+    kept = positions[:TOKENS][~hidden[:TOKENS]]
+    evicted = compat.map_cache(cache, slots=kept)
+    results = []
+    for held, keys, hide in ((cache, positions, hidden), (evicted, torch.cat([kept, new]), None)):
+        mask = compat.masks_from_positions(loaded.model, new, keys, hide)
+        results.append(
+            compat.forward(loaded.model, ids[:, TOKENS:], held, positions=new[None], attention_mask=mask)
+        )
+    return _compare(loaded, name, results[0], results[1], None)
+
+
+CHECKS: dict[str, Callable[[LoadedModel, Tensor, str], Check]] = {
+    "logits with taps on = off": _taps,
+    "chunked forward = whole forward": _chunks,
+    "evicted forward = masked full forward": _evicted,
+}
+
+
+def description(loaded: LoadedModel) -> dict[str, Any]:
+    """What the manifest stores about a model, after checking it.
+
+    Raises
+    ------
+    CfkvError
+        If a check fails or the model has layers that cfkv does not know.
+    """
+    checks = self_check(loaded)
+    bad = [check for check in checks if not check.ok]
+    if bad:
+        lines = "\n  ".join(
+            f"{check.name}: {check.detail}" + ("" if check.value is None else f" (found {check.value:g})")
+            for check in bad
+        )
+        raise CfkvError(
+            f"model {loaded.name!r} fails the self-check, so its labels would be wrong:\n  {lines}\n"
+            f"`cfkv doctor --model {loaded.name}` shows more; another --attn-implementation may help"
+        )
+    return {
+        "model": {
+            "name": loaded.name,
+            "revision": loaded.revision,
+            "weights": loaded.weights,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "attn_implementation": loaded.attn_implementation,
+            "device": str(loaded.device),
+            "threads": torch.get_num_threads(),
+            **{k: v for k, v in asdict(loaded.shape).items() if k != "layer_types"},
+            "layers": inventory(loaded),
+        },
+        "self_check": [asdict(check) for check in checks],
+    }

@@ -1,0 +1,142 @@
+"""What a recipe will cost: items, forwards, tokens and disk, before anything runs (`--dry-run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cfkv import store
+from cfkv.config import Execution, LabelConfig, Recipe
+from cfkv.labels._base import label_kinds
+from cfkv.labels._windows import windows
+from cfkv.models.loading import load_tokenizer, layer_count
+from cfkv.models.tokens import encode
+from cfkv.schemas import TRACES
+from cfkv.signals._stage import groups
+from cfkv.stage import Run
+from cfkv.traces.items import TraceItem, trace_items
+from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
+
+# Measured on Parquet parts: bytes per token of a traces row, per window, and per signal value.
+TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES = 12.0, 40.0, 2.3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One row of the plan; all numbers are upper bounds where `bound` is True."""
+
+    stage: str
+    items: int
+    forwards: int
+    tokens: int
+    disk: int
+    bound: bool
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Spans of a trace, known or bounded from above."""
+
+    total: int
+    reasoning_start: int
+    reasoning_stop: int
+    answer_start: int
+    decoded: int
+
+
+def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
+    """Costs of `stages` (trace, label:KIND, probe) in this order.
+
+    Lengths come from the traces table where it is complete, from the tokenised texts otherwise, with the
+    generation cap as the length of what is not written yet.
+    """
+    lengths, made = _lengths(recipe, directory)
+    costs = []
+    for name in stages:
+        if name == "trace":
+            costs.append(_trace(lengths, execution, bound=not made))
+        elif name.startswith("label:"):
+            config = next(c for c in recipe.label if c.kind == name.partition(":")[2])
+            label_kinds.get(config.kind)
+            costs.append(_label(config, lengths, execution))
+        elif name == "probe":
+            costs += _probe(recipe, lengths, execution, bound=not made)
+    return costs
+
+
+def _lengths(recipe: Recipe, directory: Path) -> tuple[list[_Length], bool]:
+    run = Run(directory)
+    if run.manifest.stage("trace") is not None and not run.missing_parts("trace"):
+        frame = store.scan(directory, TRACES).collect()
+        rows = frame.filter(frame["status"] == "ok").to_dicts()
+        return [_from_row(row) for row in rows], True
+    items = trace_items(recipe.trace)
+    tokenizer = load_tokenizer(recipe.model)
+    return [_estimate(recipe, tokenizer, item) for item in items], False
+
+
+def _from_row(row: dict[str, Any]) -> _Length:
+    total = len(row["token_ids"])
+    spans = (row["reasoning_start"], row["reasoning_stop"], row["answer_start"])
+    return _Length(total, *spans, decoded=total - row["prompt_len"])
+
+
+def _estimate(recipe: Recipe, tokenizer: Any, item: TraceItem) -> _Length:
+    config = recipe.trace
+    prompt = prompt_ids(tokenizer, item, config)
+    start = len(prompt)
+    if config.mode == "worked_solution" and item.solution:
+        prefix = WORKED_ANSWER_PREFIX if config.answer_prefix is None else config.answer_prefix
+        opening, solution, closing = worked_pieces(tokenizer, prompt, item, prefix)
+        first = start + len(opening)
+        context = first + len(solution) + len(closing)
+        decoded = config.answer_max_new_tokens
+        return _Length(context + decoded, first, first + len(solution), context, decoded)
+    if config.mode == "import":
+        response = (
+            item.response if isinstance(item.response, tuple) else encode(tokenizer, item.response or "")
+        )
+        total = start + len(response)
+        return _Length(total, start, total, total, 0)
+    total = start + config.max_new_tokens
+    return _Length(total, start, total, total, config.max_new_tokens)
+
+
+def _trace(lengths: Sequence[_Length], execution: Execution, *, bound: bool) -> Cost:
+    tokens = sum(length.total for length in lengths)
+    decoded = sorted((length.decoded for length in lengths), reverse=True)
+    batches = range(0, len(lengths), execution.batch_size)
+    forwards = sum(1 + max(decoded[start : start + execution.batch_size]) for start in batches)
+    return Cost("trace", len(lengths), forwards, tokens, int(tokens * TRACE_BYTES), bound)
+
+
+def _label(config: LabelConfig, lengths: Sequence[_Length], execution: Execution) -> Cost:
+    forwards = tokens = count = 0
+    for length in lengths:
+        spans = windows(length.reasoning_start, length.reasoning_stop, config.window, config.stride)
+        draft = max(1, length.total - length.answer_start)
+        if execution.literal:
+            forwards += (len(spans) + 1) * (2 + config.max_new_tokens)
+            tokens += (len(spans) + 1) * (2 * length.answer_start + draft + config.max_new_tokens)
+        else:
+            forwards += 1 + 2 * -(-len(spans) // execution.batch_size)
+            tokens += length.answer_start + draft
+            for first in range(0, len(spans), execution.batch_size):
+                batch = spans[first : first + execution.batch_size]
+                tokens += len(batch) * (length.answer_start - batch[0][0] + draft)
+        count += len(spans)
+    return Cost(f"label:{config.kind}", count, forwards, tokens, int(count * WINDOW_BYTES), True)
+
+
+def _probe(recipe: Recipe, lengths: Sequence[_Length], execution: Execution, *, bound: bool) -> list[Cost]:
+    layers = layer_count(recipe.model)
+    tokens = sum(length.total for length in lengths)
+    forwards = sum(-(-length.total // execution.chunk_size) for length in lengths)
+    known = groups()
+    costs = []
+    for group in recipe.probe.groups:
+        values = sum(layers + signal.embedding for signal in known.get(group, ())) * tokens
+        costs.append(Cost(f"probe:{group}", len(lengths), forwards, tokens, int(values * VALUE_BYTES), bound))
+    return costs

@@ -1,0 +1,39 @@
+"""`cfkv report`: tables in, figures, report.html and the dataset card out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cfkv import store
+from cfkv.config import ReportConfig
+from cfkv.manifest import write_text
+from cfkv.report.card import dataset_card
+from cfkv.report.figures import figures_svg, write_figures
+from cfkv.report.html import render_report
+from cfkv.schemas import CORRELATIONS, PROBED, TOKEN_LABELS, TRACES, WINDOWS
+from cfkv.stage import Run
+
+
+def run_report(run: Run, config: ReportConfig) -> Path:
+    """Write RUN/figures, RUN/report.html and RUN/README.md from the tables; returns the report's path."""
+    run.require("correlate")
+    correlations = store.scan(run.path, CORRELATIONS).collect()
+    manifest = run.manifest.read()
+    write_figures(correlations, run.path / "figures")
+    traces = store.scan(run.path, TRACES).collect()
+    page = render_report(
+        title=f"cfkv: {run.path.resolve().name}",
+        manifest=manifest,
+        traces=traces,
+        windows=store.scan(run.path, WINDOWS).collect(),
+        token_labels=store.scan(run.path, TOKEN_LABELS).collect(),
+        probed=store.scan(run.path, PROBED).collect(),
+        correlations=correlations,
+        config=config,
+        figures_svg=figures_svg(correlations),
+    )
+    path = run.path / "report.html"
+    write_text(path, page)
+    write_text(run.path / "README.md", dataset_card(run.path, manifest, traces))
+    run.manifest.record_config("report", config)
+    return path

@@ -1,0 +1,94 @@
+"""One invocation: a run directory, its recipe, the processes, and a model that is loaded at most once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cfkv.config import Execution, Recipe
+from cfkv.stage import Run, StageResult
+from cfkv.workers import Workers, workers
+
+if TYPE_CHECKING:
+    from cfkv.models.loading import LoadedModel
+
+
+@dataclass
+class Session:
+    """Runs stages of one recipe in one directory."""
+
+    run: Run
+    recipe: Recipe
+    execution: Execution
+    crew: Workers
+    _loaded: LoadedModel | None = None
+    _description: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path, recipe: Recipe, execution: Execution) -> Session:
+        """A session of this process."""
+        return cls(Run(directory), recipe, execution, workers(execution.shard))
+
+    def load(self) -> LoadedModel:
+        """The model, loaded on the first call."""
+        if self._loaded is None:
+            from cfkv.models.loading import load_model
+
+            self._loaded = load_model(self.recipe.model, self.execution)
+        return self._loaded
+
+    def describe(self, loaded: LoadedModel) -> dict[str, Any]:
+        """The model and its self-check, for the manifest; measured on the first call."""
+        if not self._description:
+            from cfkv.models.selfcheck import description
+
+            self._description = description(loaded)
+        return self._description
+
+    def trace(self) -> StageResult:
+        """Make traces."""
+        from cfkv.traces.stage import run_trace
+
+        self.run.manifest.record_config("model", self.recipe.model)
+        return run_trace(self.run, self.recipe.trace, self.execution, self.crew, self.load, self.describe)
+
+    def label(self, kind: str) -> StageResult:
+        """Make one kind of label."""
+        from cfkv.labels._stage import run_label
+
+        config = next(config for config in self.recipe.label if config.kind == kind)
+        return run_label(self.run, config, self.execution, self.crew, self.load, self.describe)
+
+    def probe(self) -> StageResult:
+        """Stream signals."""
+        from cfkv.signals._stage import run_probe
+
+        return run_probe(self.run, self.recipe.probe, self.execution, self.crew, self.load, self.describe)
+
+    def correlate(self) -> StageResult:
+        """Correlate signals with labels."""
+        from cfkv.analysis._stage import run_correlate
+
+        return run_correlate(
+            self.run, self.recipe.correlate, self.execution, patient=self.crew.world_size > 1
+        )
+
+    def report(self) -> Path:
+        """Write the report."""
+        from cfkv.report._stage import run_report
+
+        return run_report(self.run, self.recipe.report)
+
+    def waiting_for(self) -> list[str]:
+        """Stages of which other shards still owe parts."""
+        stages = self.run.manifest.read()["stages"]
+        names = [name for name in stages if name == "trace" or name.startswith(("label:", "probe:"))]
+        return [name for name in names if self.run.missing_parts(name)]
+
+    def close(self) -> None:
+        """Leave the process group that the launcher made."""
+        if self._loaded is not None and self.crew.world_size > 1:
+            from accelerate import PartialState
+
+            PartialState().destroy_process_group()
