@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it, so that `cfkv --help` answe
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -237,6 +238,8 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    # Read by OpenMP when torch loads: idle threads sleep. Spinning ones starve a busy or shared machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(_guarded(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -32,9 +32,7 @@ class Config(BaseModel):
 class ModelConfig(Config):
     """Which model, and how it is run."""
 
-    model: str = Field(
-        "builtin", description="builtin, smollm2, a hub id, a local folder, or a .gguf file."
-    )
+    model: str = Field("builtin", description="builtin, smollm2, a hub id, a local folder, or a .gguf file.")
     revision: str | None = Field(None, description="Hub revision: branch, tag or commit.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Compute dtype; auto is float32 on a CPU and the checkpoint's own on a GPU."
@@ -81,7 +79,9 @@ class TraceConfig(Config):
         "exact", description="Grade by normalised string, or by math-verify (extra `math`)."
     )
     seed: int = Field(0, ge=0, description="Root seed; every item derives its own generator from it.")
-    part_size: int = Field(16, ge=1, description="Problems per Parquet part: the unit of work and of resuming.")
+    part_size: int = Field(
+        16, ge=1, description="Problems per Parquet part: the unit of work and of resuming."
+    )
 
 
 class LabelConfig(Config):
@@ -105,7 +105,9 @@ class LabelConfig(Config):
 class ProbeConfig(Config):
     """Which signals are streamed."""
 
-    groups: tuple[str, ...] = Field(("hidden", "kv"), description="Signal groups; `cfkv ls signals` lists them.")
+    groups: tuple[str, ...] = Field(
+        ("hidden", "kv"), description="Signal groups; `cfkv ls signals` lists them."
+    )
 
 
 class CorrelateConfig(Config):
@@ -115,7 +117,10 @@ class CorrelateConfig(Config):
         ("raw", "ema", "rolling_mean", "rolling_z"), description="Causal smoothings of a signal."
     )
     ema_alpha: float = Field(
-        0.9, gt=0, le=1, description="Weight of the newest value in the EMA (the paper says only alpha = 0.9)."
+        0.9,
+        gt=0,
+        le=1,
+        description="Weight of the newest value in the EMA (the paper says only alpha = 0.9).",
     )
     rolling_window: int = Field(64, ge=2, description="Tokens in the trailing window of mean and z-score.")
     draws: int = Field(2000, ge=100, description="Bootstrap draws over traces for the AUROC.")
@@ -136,6 +141,9 @@ class Execution(Config):
     device_map: str | None = Field(None, description="auto: spread one model over the GPUs of this process.")
     batch_size: int = Field(16, ge=1, description="Sequences per forward.")
     chunk_size: int = Field(512, ge=1, description="Tokens per forward of teacher forcing.")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of torch; the default is 1 for a model too small to share out."
+    )
     literal: bool = Field(
         False, description="Run the slow reference: batch 1, no shared prefix, no draft. Same labels."
     )
@@ -189,7 +197,9 @@ def load_recipe(path: Path) -> Recipe:
 def parse_recipe(data: Any, origin: str) -> Recipe:
     """Validate a recipe given as plain data; `origin` names it in messages."""
     if not isinstance(data, Mapping):
-        raise CfkvError(f"{origin} must be a mapping of stages ({', '.join(Recipe.model_fields)}), not {data!r}")
+        raise CfkvError(
+            f"{origin} must be a mapping of stages ({', '.join(Recipe.model_fields)}), not {data!r}"
+        )
     data = dict(data)
     if isinstance(data.get("label"), Mapping):
         data["label"] = [data["label"]]

@@ -19,7 +19,17 @@ from cfkv.config import Config, Recipe, parse_recipe
 from cfkv.errors import CfkvError
 
 MANIFEST_VERSION = 1
-LIBRARIES = ("cfkv", "torch", "transformers", "accelerate", "polars", "pyarrow", "scipy", "statsmodels", "gguf")
+LIBRARIES = (
+    "cfkv",
+    "torch",
+    "transformers",
+    "accelerate",
+    "polars",
+    "pyarrow",
+    "scipy",
+    "statsmodels",
+    "gguf",
+)
 
 
 def now() -> str:

@@ -11,7 +11,7 @@ from cfkv import store
 from cfkv.config import Execution, LabelConfig, Recipe
 from cfkv.labels._base import label_kinds
 from cfkv.labels._windows import windows
-from cfkv.models.loading import load_tokenizer, layer_count
+from cfkv.models.loading import layer_count, load_tokenizer
 from cfkv.models.tokens import encode
 from cfkv.schemas import TRACES
 from cfkv.signals._stage import groups

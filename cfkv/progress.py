@@ -24,7 +24,12 @@ class Ticker:
 
     def __enter__(self) -> Ticker:
         if not self.quiet and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
             self._task = self._bar.add_task(self.label, total=self.total)
@@ -52,5 +57,3 @@ class Ticker:
             self._bar.stop()
         elif not self.quiet:
             self._line(time.monotonic())
-
-

@@ -219,7 +219,9 @@ class Run:
         mine = [index for index in range(stage.n_parts) if crew.owns(index)]
         todo = [index for index in mine if not self.done(stage.outputs, index, mark)]
         result.parts_found = len(mine) - len(todo)
-        self.manifest.event("stage_started", stage=stage.name, fingerprint=mark, parts=len(todo), worker=crew.index)
+        self.manifest.event(
+            "stage_started", stage=stage.name, fingerprint=mark, parts=len(todo), worker=crew.index
+        )
         total = sum(items_of_part(index) for index in todo)
         with Ticker(stage.name, total, quiet=not crew.speaks) as counter:
             for index in todo:
@@ -236,7 +238,9 @@ class Run:
                 self.manifest.event("part_written", stage=stage.name, part=index, worker=crew.index)
         self._remove_leftovers(stage, crew)
         self._count(stage, mine, result)
-        self.manifest.event("stage_finished", stage=stage.name, statuses=dict(result.statuses), worker=crew.index)
+        self.manifest.event(
+            "stage_finished", stage=stage.name, statuses=dict(result.statuses), worker=crew.index
+        )
         if not self.missing_parts(stage.name):
             self.manifest.update_stage(stage.name, finished=now(), world_size=crew.count)
         return result

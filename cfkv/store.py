@@ -100,7 +100,9 @@ def to_arrow(table: Table, rows: Sequence[Mapping[str, Any]], extra: pa.Schema |
     keys = [tuple(row.get(name) for name in table.key) for row in rows]
     if len(set(keys)) != len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise CfkvError(f"table {table.name!r}: the key {dict(zip(table.key, twice, strict=True))} occurs twice")
+        raise CfkvError(
+            f"table {table.name!r}: the key {dict(zip(table.key, twice, strict=True))} occurs twice"
+        )
     return pa.Table.from_arrays(columns, schema=schema)
 
 

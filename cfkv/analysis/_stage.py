@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import polars as pl
+import pyarrow as pa
 
 from cfkv import store
 from cfkv.analysis.correlate import correlate
@@ -50,7 +53,7 @@ def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, pa
     mark = run.open_stage(stage, overwrite=execution.overwrite or config_unchanged)
     run.manifest.record_config("correlate", config)
 
-    def process(index: int, advance: object) -> list[object]:
+    def process(index: int, advance: Callable[[int], None]) -> list[pa.Table]:
         groups = [name.removeprefix("probe:") for name in upstream if name.startswith("probe:")]
         kinds = [name.removeprefix("label:") for name in upstream if name.startswith("label:")]
         frame = correlate(
@@ -59,6 +62,7 @@ def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, pa
             {group: store.scan(run.path, SIGNALS, group).collect() for group in groups},
             config,
         )
+        advance(1)
         return [frame.to_arrow().cast(CORRELATIONS.schema)]
 
-    return run.execute(stage, process, Workers(), mark=mark, items_of_part=lambda index: 1)  # type: ignore[arg-type]
+    return run.execute(stage, process, Workers(), mark=mark, items_of_part=lambda index: 1)

@@ -35,7 +35,8 @@ def cache_length(cache: DynamicCache) -> int:
 
 def cache_keys_values(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
     """Keys (after rotary embedding) and values of a layer, [batch, kv_heads, tokens, head_dim]."""
-    return cache.layers[layer].keys, cache.layers[layer].values
+    held: Any = cache.layers[layer]
+    return held.keys, held.values
 
 
 def map_cache(
@@ -46,8 +47,8 @@ def map_cache(
     Slicing copies nothing until the cache grows; index tensors copy.
     """
     result = new_cache()
-    for index, layer in enumerate(cache.layers):
-        keys, values = layer.keys, layer.values
+    for index in range(len(cache.layers)):
+        keys, values = cache_keys_values(cache, index)
         if rows is not None:
             keys, values = keys[rows], values[rows]
         if slots is not None:
@@ -60,7 +61,8 @@ def expand_cache(cache: DynamicCache, batch: int) -> DynamicCache:
     """A cache whose single row is repeated `batch` times."""
     if cache_length(cache) == 0:
         return new_cache()
-    return map_cache(cache, rows=torch.zeros(batch, dtype=torch.long, device=cache.layers[0].keys.device))
+    device = cache_keys_values(cache, 0)[0].device
+    return map_cache(cache, rows=torch.zeros(batch, dtype=torch.long, device=device))
 
 
 def forward(

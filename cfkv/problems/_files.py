@@ -88,7 +88,9 @@ def optional_text(record: Mapping[str, Any], names: str | Sequence[str], place: 
         if value is None:
             continue
         if not isinstance(value, str):
-            raise CfkvError(f"{place}: field {name!r} is {type(value).__name__} ({value!r:.60}), not a string")
+            raise CfkvError(
+                f"{place}: field {name!r} is {type(value).__name__} ({value!r:.60}), not a string"
+            )
         return value
     return None
 

@@ -15,7 +15,7 @@ from cfkv.schemas import TABLES
 def dataset_card(run: Path, manifest: Mapping[str, Any], traces: pl.DataFrame) -> str:
     """Front matter that `datasets.load_dataset(DIR, TABLE)` reads, and what the tables hold."""
     present = [name for name in TABLES if any((run / name).rglob("part-*.parquet"))]
-    configs = [
+    configs: list[dict[str, Any]] = [
         {"config_name": name, "data_files": [{"split": "train", "path": f"{name}/**/part-*.parquet"}]}
         for name in present
         if name != "signals"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from cfkv.answers import Matcher, boxed_answer
@@ -51,9 +52,8 @@ class TraceWriter:
         )
         for (item, prompt), output in zip(ready, outputs, strict=True):
             token_ids = prompt + output.token_ids
-            rows[item.trace_id] = self._guard(
-                item, lambda ids=token_ids, out=output, n=len(prompt): self._segmented(item, ids, n, out)
-            )
+            make = partial(self._segmented, item, token_ids, len(prompt), output)
+            rows[item.trace_id] = self._guard(item, make)
         return rows
 
     def _segmented(self, item: TraceItem, token_ids: list[int], prompt_len: int, output: Generation) -> Row:
@@ -95,7 +95,7 @@ class TraceWriter:
         return rows
 
     def _import(self, items: Sequence[TraceItem]) -> dict[str, Row]:
-        return {item.trace_id: self._guard(item, lambda item=item: self._imported(item)) for item in items}
+        return {item.trace_id: self._guard(item, partial(self._imported, item)) for item in items}
 
     def _imported(self, item: TraceItem) -> Row:
         prompt = prompt_ids(self.tokenizer, item, self.config)
@@ -181,7 +181,7 @@ class TraceWriter:
         logprobs: Sequence[float],
         finish_reason: str,
         prefix: str,
-    ) -> Mapping[str, Any]:
+    ) -> Row:
         self._long_enough(spans.reasoning_stop - spans.reasoning_start)
         answer = boxed_answer(prefix + decode(self.tokenizer, token_ids[spans.answer_start :]))
         return {
