@@ -6,7 +6,7 @@ import re
 from typing import Literal, Protocol
 
 BOX = r"\boxed{"
-NUMBER = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d+)(?:\.(?P<fraction>\d*))?")
+NUMBER = re.compile(r"(?P<sign>[+-]?)(?=\.?\d)(?P<whole>\d*)(?:\.(?P<fraction>\d*))?")
 
 
 def first_box(text: str) -> tuple[str, int] | None:
@@ -42,9 +42,12 @@ def normalise(answer: str) -> str:
     White space, dollar signs, thousands commas, `\!`, `\,` and a final period are dropped, `\text{...}` is
     unwrapped, and a plain number is written canonically (`1,200.0` and `1200` are equal).
     """
-    text = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", answer)
-    text = re.sub(r"\\[!,;: ]", "", text).replace("\\$", "").replace("$", "")
-    text = "".join(text.split()).removesuffix(".")
+    text, before = answer, None
+    while text != before:  # what one pass removes can uncover more, as in \text{\text{x}}
+        before = text
+        text = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
+        text = re.sub(r"\\[!,;: ]", "", text).replace("\\$", "").replace("$", "")
+        text = "".join(text.split()).removesuffix(".")
     number = NUMBER.fullmatch(re.sub(r",(?=\d{3}(?:\D|$))", "", text))
     if number is None:
         return text

@@ -36,9 +36,10 @@ DONE, ITEMS_FAILED, USAGE = 0, 1, 2
 app = App(
     name="cfkv",
     version=__version__,
+    default_parameter=Parameter(negative=""),
     help="Which cached tokens does a reasoning trace need? Counterfactual labels, streamed signals, honest "
-    "statistics.\n\nStart with `cfkv quickstart`. Exit codes: 0 done, 1 some items failed, 2 usage or "
-    "configuration.",
+    "statistics.\n\nStart with `cfkv quickstart`. A stage command takes what it is not told from the run "
+    "directory. Exit codes: 0 done, 1 some items failed, 2 usage or configuration.",
 )
 
 Directory = Annotated[Path, Parameter(help="Run directory; re-running a command continues there.")]
@@ -134,9 +135,12 @@ def correlate(
     *,
     recipe: RecipeFlag = None,
     config: Annotated[CorrelateConfig, Flat] = CorrelateConfig(),
-    execution: ExecutionFlags = Execution(),
+    overwrite: Annotated[
+        bool, Parameter(help="Replace correlations made with another configuration.")
+    ] = False,
 ) -> int:
-    """Hold signals against labels; prints the strongest."""
+    """Hold signals against labels; prints where each signal is surest."""
+    execution = Execution(overwrite=overwrite)
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
 
@@ -147,10 +151,9 @@ def report(
     *,
     recipe: RecipeFlag = None,
     config: Annotated[ReportConfig, Flat] = ReportConfig(),
-    execution: ExecutionFlags = Execution(),
 ) -> int:
     """Write figures and one self-contained report.html."""
-    return _stages(directory, _layered(directory, recipe, report=config), execution, ["report"])
+    return _stages(directory, _layered(directory, recipe, report=config), Execution(), ["report"])
 
 
 @app.command(name="ls")
@@ -194,14 +197,15 @@ def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
 
 
 def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Sequence[str]) -> int:
+    from cfkv.session import Session
+
+    session = Session.open(directory, recipe, execution)
+    session.check_names(stages)
     if execution.dry_run:
         from cfkv.listing import print_plan
 
         print_plan(recipe, execution, directory, stages)
         return DONE
-    from cfkv.session import Session
-
-    session = Session.open(directory, recipe, execution)
     try:
         return _execute(session, stages)
     finally:

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfkv.errors import CfkvError, unknown_name
 
+ABSENT = object()
+
 
 class Config(BaseModel):
     """Base of all configurations: frozen, unknown keys refused."""
@@ -147,7 +149,7 @@ class Execution(Config):
     literal: bool = Field(
         False, description="Run the slow reference: batch 1, no shared prefix, no draft. Same labels."
     )
-    shard: str = Field("0/1", pattern=r"^\d+/\d+$", description="i/n: this job does every n-th part, from i.")
+    shard: str = Field("0/1", description="i/n: this job does every n-th part, from i.")
     overwrite: bool = Field(False, description="Replace a stage that was run with another configuration.")
     dry_run: bool = Field(False, description="Print items, forwards, tokens and disk; run nothing.")
 
@@ -178,9 +180,11 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         lines: list[str] = []
         for key in sorted({*old, *new}):
-            lines += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+            place = f"{prefix}.{key}" if prefix else str(key)
+            lines += differences(old.get(key, ABSENT), new.get(key, ABSENT), place)
         return lines
-    return [] if old == new else [f"{prefix}: {old!r} -> {new!r}"]
+    before, after = ("absent" if value is ABSENT else repr(value) for value in (old, new))
+    return [] if old == new else [f"{prefix}: {before} -> {after}"]
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -190,7 +194,11 @@ def load_recipe(path: Path) -> Recipe:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise CfkvError(f"recipe {path} is not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise CfkvError(
+            f"recipe {path} is not valid YAML: {where}{getattr(error, 'problem', None) or error}"
+        ) from error
     return parse_recipe(data if data is not None else {}, str(path))
 
 
@@ -204,9 +212,17 @@ def parse_recipe(data: Any, origin: str) -> Recipe:
     if isinstance(data.get("label"), Mapping):
         data["label"] = [data["label"]]
     try:
-        return Recipe.model_validate(data)
+        recipe = Recipe.model_validate(data)
     except ValidationError as error:
         raise validation_error(error, Recipe, origin) from error
+    kinds = [config.kind for config in recipe.label]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise CfkvError(
+                f"{origin}: {kinds.count(kind)} label sections have kind {kind!r}; a run directory holds one "
+                "setting of a kind: remove the others, or put them in recipes of their own"
+            )
+    return recipe
 
 
 def validation_error(error: ValidationError, model: type[BaseModel], origin: str) -> CfkvError:
@@ -245,12 +261,24 @@ def apply_settings(recipe: Recipe, settings: list[str]) -> Recipe:
         *parents, last = key.split(".")
         for part in parents:
             target = _descend(target, part, key)
-        if isinstance(target, list):
-            for entry in target:
-                entry[last] = yaml.safe_load(text)
-        else:
-            target[last] = yaml.safe_load(text)
+        for entry in target if isinstance(target, list) else [target]:
+            if not isinstance(entry, dict):
+                raise _no_section(key, entry)
+            entry[last] = _yaml_value(setting, text)
     return parse_recipe(data, "--set")
+
+
+def _yaml_value(setting: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CfkvError(
+            f"--set {setting}: {text!r} is not valid YAML; quote it if it is plain text"
+        ) from error
+
+
+def _no_section(key: str, value: Any) -> CfkvError:
+    return CfkvError(f"--set {key}: goes below {value!r}, which has no keys; write --set section.key=value")
 
 
 def _descend(target: Any, part: str, key: str) -> Any:
@@ -258,6 +286,8 @@ def _descend(target: Any, part: str, key: str) -> Any:
         if part.isdigit() and int(part) < len(target):
             return target[int(part)]
         raise CfkvError(f"--set {key}: {part!r} is not an index below {len(target)}")
+    if not isinstance(target, dict):
+        raise _no_section(key, target)
     if part not in target:
         raise unknown_name("key", part, target)
     return target[part]

@@ -61,6 +61,7 @@ def family_table(family: str) -> Table:
         table.add_row("FILE.gguf", "a GGUF file, dequantised once")
     else:
         raise unknown_name("family", family, FAMILIES)
+    table.columns[0].no_wrap = True
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from cfkv import store
 from cfkv.errors import CfkvError, unknown_name
 from cfkv.manifest import Manifest
 from cfkv.schemas import SIGNALS, TABLES
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class RunTables:
@@ -98,7 +101,7 @@ def load(path_or_hub_id: str | Path) -> RunTables:
         If the place is no run directory, or holds a newer schema.
     """
     path = Path(path_or_hub_id).expanduser()
-    if not path.exists() and str(path_or_hub_id).count("/") == 1:
+    if not path.exists() and HUB_ID.fullmatch(str(path_or_hub_id)):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

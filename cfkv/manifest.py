@@ -71,15 +71,17 @@ class Manifest:
             return {"version": MANIFEST_VERSION, "stages": {}}
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            found = content["version"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            newer = content["version"] > MANIFEST_VERSION
+            if not newer and not isinstance(content["stages"], dict):
+                raise TypeError("'stages' is no mapping")
+        except (ValueError, KeyError, TypeError) as error:
             raise CfkvError(
                 f"{self.path} is not a cfkv manifest ({error!r}); restore it or use another directory"
             ) from error
-        if found > MANIFEST_VERSION:
+        if newer:
             raise CfkvError(
-                f"{self.path} has version {found}; this cfkv reads up to {MANIFEST_VERSION}: upgrade cfkv, "
-                "or use another run directory"
+                f"{self.path} has version {content['version']}; this cfkv reads up to {MANIFEST_VERSION}: "
+                "upgrade cfkv, or use another run directory"
             )
         return content
 

@@ -13,11 +13,13 @@ from cfkv.answers import exact_match
 from cfkv.errors import CfkvError
 
 TIMEOUT_SECONDS = 10.0
+START_SECONDS = 120.0
 
 
 def _serve(pipe: Connection) -> None:
     from math_verify import parse, verify
 
+    pipe.send(None)  # ready: importing can take longer than a comparison may
     while True:
         answer, reference = pipe.recv()
         parsed = [
@@ -47,7 +49,19 @@ class MathMatcher:
             self._process = context.Process(target=_serve, args=(other,), daemon=True)
             self._process.start()
             other.close()
+            self._await_ready(self._pipe)
         return self._pipe
+
+    def _await_ready(self, pipe: Connection) -> None:
+        try:
+            if pipe.poll(START_SECONDS):
+                pipe.recv()
+                return
+            problem = f"was not ready after {START_SECONDS:.0f} s"
+        except (EOFError, ConnectionError):
+            problem = "ended while starting"
+        self.close()
+        raise CfkvError(f"the worker of math-verify {problem}; try again, or use --answer-match exact")
 
     def __call__(self, answer: str | None, reference: str | None) -> bool:
         """True if both are present and mathematically equal."""
@@ -56,11 +70,11 @@ class MathMatcher:
         if exact_match(answer, reference):
             return True
         pipe = self._start()
-        pipe.send((answer, reference))
         try:
+            pipe.send((answer, reference))
             if pipe.poll(self.timeout):
                 return bool(pipe.recv())
-        except EOFError:
+        except (EOFError, ConnectionError):  # the worker died; counted like a timeout
             pass
         self.timeouts += 1
         self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,22 @@ class Session:
         """A session of this process."""
         return cls(Run(directory), recipe, execution, workers(execution.shard))
 
+    def check_names(self, stages: Sequence[str]) -> None:
+        """Raise CfkvError for an unknown dataset, label kind or signal group before any stage is run."""
+        if "trace" in stages and self.recipe.trace.mode != "import":
+            from cfkv.problems._base import problem_sources
+
+            problem_sources.get(self.recipe.trace.dataset)
+        for name in stages:
+            if name.startswith("label:"):
+                from cfkv.labels._base import label_kinds
+
+                label_kinds.get(name.removeprefix("label:"))
+        if "probe" in stages:
+            from cfkv.signals._stage import check_groups
+
+            check_groups(self.recipe.probe)
+
     def load(self) -> LoadedModel:
         """The model, loaded on the first call."""
         if self._loaded is None:
@@ -50,8 +67,7 @@ class Session:
         """Make traces."""
         from cfkv.traces.stage import run_trace
 
-        self.run.manifest.record_config("model", self.recipe.model)
-        return run_trace(self.run, self.recipe.trace, self.execution, self.crew, self.load, self.describe)
+        return run_trace(self.run, self.recipe, self.execution, self.crew, self.load, self.describe)
 
     def label(self, kind: str) -> StageResult:
         """Make one kind of label."""

@@ -183,10 +183,13 @@ def read_part(path: Path, table: Table, columns: Sequence[str] | None = None) ->
 def scan(run: Path, table: Table, value: str | None = None) -> pl.LazyFrame:
     """A lazy frame over all parts of a table, or of one partition (`value`), or of all partitions (None).
 
-    An absent table is an empty frame with the declared columns.
+    An absent table is an empty frame with the declared columns. Where partitions add columns of their own, a row
+    is null in those of the others.
     """
     import polars as pl
 
+    if table.open_columns and value is None and (values := partition_values(run, table)):
+        return pl.concat([scan(run, table, found) for found in values], how="diagonal")
     if table.partition is not None and value is None:
         paths = [p for v in partition_values(run, table) for p in part_paths(run, table, v).values()]
     else:

@@ -44,7 +44,9 @@ class Workers:
 def workers(shard: str = "0/1") -> Workers:
     """Read the process's place from the launcher's environment and `--shard i/n`."""
     index, _, count = shard.partition("/")
-    if int(count) < 1 or int(index) >= int(count):
-        raise CfkvError(f"--shard {shard}: the index must be below the count; shards are 0/n to (n-1)/n")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise CfkvError(
+            f"--shard {shard!r} is not i/n with i below n; the shards of four jobs are 0/4 to 3/4"
+        )
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return Workers(rank, world_size, int(index), int(count))

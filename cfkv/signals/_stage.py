@@ -29,6 +29,17 @@ def groups() -> dict[str, list[type[Signal]]]:
     return found
 
 
+def check_groups(config: ProbeConfig) -> dict[str, list[type[Signal]]]:
+    """All groups, after checking those that `config` names."""
+    known = groups()
+    if not config.groups:
+        raise CfkvError(f"no signal group given; legal: {', '.join(sorted(known))}")
+    for group in config.groups:
+        if group not in known:
+            raise unknown_name("signal group", group, known)
+    return known
+
+
 def run_probe(
     run: Run,
     config: ProbeConfig,
@@ -41,12 +52,7 @@ def run_probe(
 
     A group is a stage of its own: re-running one touches no other.
     """
-    known = groups()
-    if not config.groups:
-        raise CfkvError(f"no signal group given; legal: {', '.join(sorted(known))}")
-    for group in config.groups:
-        if group not in known:
-            raise unknown_name("signal group", group, known)
+    known = check_groups(config)
     result = StageResult("probe")
     for group in config.groups:
         members = [signal() for signal in known[group]]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cfkv.answers import matcher
-from cfkv.config import Execution, TraceConfig
+from cfkv.config import Execution, Recipe, TraceConfig
 from cfkv.models.loading import LoadedModel
 from cfkv.schemas import TRACES
 from cfkv.stage import Output, Rows, Run, Stage, StageResult
@@ -44,16 +44,17 @@ def model_identity(loaded: LoadedModel) -> dict[str, Any]:
 
 def run_trace(
     run: Run,
-    config: TraceConfig,
+    recipe: Recipe,
     execution: Execution,
     crew: Workers,
     load: Callable[[], LoadedModel],
     describe: Callable[[LoadedModel], dict[str, Any]],
 ) -> StageResult:
-    """Make the traces of `config` that this process owns and that are not there yet.
+    """Make the traces of `recipe.trace` that this process owns and that are not there yet.
 
     `load` gives the model; `describe` what the manifest stores about it.
     """
+    config = recipe.trace
     items = trace_items(config)
     size = config.part_size
     loaded = load()
@@ -66,6 +67,7 @@ def run_trace(
         version=STAGE_VERSION,
     )
     mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
+    run.manifest.record_config("model", recipe.model)
     run.manifest.record_config("trace", config)
     writer = TraceWriter(loaded, config, execution, matcher(config.answer_match))
 

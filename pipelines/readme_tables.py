@@ -1,0 +1,54 @@
+"""Rewrite the generated tables of the README from the registries.
+
+    python pipelines/readme_tables.py            # rewrites README.md
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cfkv.listing import first_line
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def tables() -> dict[str, str]:
+    """Markdown of each generated block, by its name."""
+    from cfkv.labels._base import label_kinds
+    from cfkv.problems._base import problem_sources
+    from cfkv.signals._base import signal_kinds
+
+    signals = ["| signal | group | unit | layers | causal | source |", "|---|---|---|---|---|---|"]
+    for signal in signal_kinds.members():
+        layers = "embedding and blocks" if signal.embedding else "blocks"
+        causal = "yes" if signal.horizon == 0 else f"looks ahead {signal.horizon}"
+        signals.append(
+            f"| `{signal.name}` | {signal.group} | {signal.unit} | {layers} | {causal} | {signal.source} |"
+        )
+    labels = ["| label | what it does | value | source |", "|---|---|---|---|"]
+    labels += [
+        f"| `{label.name}` | {first_line(label.__doc__)} | {label.unit}; {label.sign} | {label.source} |"
+        for label in label_kinds.members()
+    ]
+    problems = ["| dataset | `--path` | answer | licence | source |", "|---|---|---|---|---|"]
+    problems += [
+        f"| `{source.name}` | {'needed' if source.needs_path else 'no'} | {source.answer_format} | {source.licence} "
+        f"| {source.source} |"
+        for source in problem_sources.members()
+    ]
+    return {"signals": "\n".join(signals), "labels": "\n".join(labels), "problems": "\n".join(problems)}
+
+
+def rewritten(text: str) -> str:
+    """`text` with each block between its markers replaced."""
+    for name, table in tables().items():
+.*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda found, table=table: found[1] + table + "\n" + found[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise SystemExit(f"README.md has {count} blocks named {name!r}; it needs one")
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
