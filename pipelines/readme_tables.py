@@ -1,11 +1,10 @@
 """Rewrite the generated tables of the README from the registries.
 
-    python pipelines/readme_tables.py            # rewrites README.md
+python pipelines/readme_tables.py            # rewrites README.md
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from cfkv.listing import first_line
@@ -43,10 +42,12 @@ def tables() -> dict[str, str]:
 def rewritten(text: str) -> str:
     """`text` with each block between its markers replaced."""
     for name, table in tables().items():
-.*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda found, table=table: found[1] + table + "\n" + found[2], text, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"README.md has {count} blocks named {name!r}; it needs one")
+        start, end = f"<!-- {name}: generated -->\n", "<!-- end -->"
+        before, found, rest = text.partition(start)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise SystemExit(f"README.md has no block between {start.strip()!r} and {end!r}")
+        text = f"{before}{start}{table}\n{end}{after}"
     return text
 
 
