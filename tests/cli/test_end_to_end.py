@@ -1,0 +1,208 @@
+"""Every stage on the built-in model, in one process, in two, in two shards, and after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+
+import cfkv
+from cfkv.cli import _guarded
+from cfkv.problems.registers import planted_truth
+from cfkv.schemas import TABLES
+
+RECIPE = {
+    "trace": {"dataset": "registers", "limit": 7, "max_new_tokens": 384, "part_size": 2},
+    "label": {"kind": "occlusion", "window": 8, "stride": 4, "max_new_tokens": 16},
+    "correlate": {"draws": 100, "smoothings": ["raw", "rolling_z"]},
+}
+
+
+def recipe_file(folder: Path) -> Path:
+    """RECIPE as YAML."""
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def tables(run: Path) -> dict[str, pl.DataFrame]:
+    """All tables of a run, whole."""
+    loaded = cfkv.load(run)
+    return {name: getattr(loaded, name).collect() for name in TABLES}
+
+
+def assert_same(first: Path, second: Path) -> None:
+    """Row for row, column for column."""
+    mine, theirs = tables(first), tables(second)
+    for name in TABLES:
+        assert mine[name].equals(theirs[name]), name
+        assert len(mine[name]) > 0, name
+
+
+def cfkv_process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """A cfkv process of its own, one thread, stderr kept apart."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "-m", "cfkv", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for the process; its standard output."""
+    printed, complaints = process.communicate(timeout=200)
+    assert process.returncode == 0, complaints[-3000:]
+    return printed
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The recipe run in this process."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert _guarded(["run", str(recipe_file(folder)), str(folder / "run")]) == 0
+    yield folder / "run"
+
+
+def test_every_table_and_picture_is_there(reference: Path) -> None:
+    """Counts by hand: 7 problems in parts of 2 make 4 parts; 5 + 4 layers; 3 + 4 signals."""
+    found = tables(reference)
+    assert len(list((reference / "traces").glob("part-*.parquet"))) == 4
+    assert len(found["traces"]) == 7
+    correct = found["traces"].filter("correct")["trace_id"].to_list()
+    assert sorted(found["token_labels"]["trace_id"]) == sorted(correct)
+    # Per trace: hidden for the embedding and 4 blocks, kv for 4 blocks.
+    assert len(found["signals"]) == 7 * (5 + 4)
+    # (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 3 measures.
+    assert len(found["correlations"]) == (3 * 5 + 4 * 4) * 2 * 3
+    page = (reference / "report.html").read_text(encoding="utf-8")
+    assert "7 traces of 7 problems" in page
+    assert {path.suffix for path in (reference / "figures").iterdir()} == {".png", ".svg", ".csv"}
+    manifest = cfkv.load(reference).manifest
+    assert [check["ok"] for check in manifest["stages"]["trace"]["self_check"]] == [True, True, True]
+    assert all("finished" in stage for stage in manifest["stages"].values())
+
+
+def test_labels_find_the_planted_truth(reference: Path) -> None:
+    """Load-bearing tokens are labelled important; tokens a window away from every fact are not."""
+    found = tables(reference)
+    rows = found["traces"].join(found["token_labels"], on="trace_id").to_dicts()
+    important, idle = [], []
+    for row in rows:
+        span = slice(row["reasoning_start"], row["reasoning_stop"])
+        words = "".join(row["token_texts"][span]).split()
+        labels = np.array(row["importance"][span])
+        truth = planted_truth(words)
+        assert len(words) == len(labels)
+        assert set(row["importance"][: span.start]) == {-1}
+        assert set(row["importance"][span.stop :]) == {-1}
+        near = np.convolve(truth.fact, np.ones(17), mode="same") > 0
+        important += labels[truth.fused].tolist()
+        idle += labels[~near].tolist()
+    assert len(important) == 4 * len(rows)
+    assert np.mean(important) >= 0.9
+    assert np.mean(idle) <= 0.02
+
+
+def test_running_again_changes_nothing(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All parts are found done, with or without the recipe."""
+    before = {path: path.stat().st_mtime_ns for path in reference.rglob("part-*.parquet")}
+    assert _guarded(["run", str(reference.parent / "small.yaml"), str(reference)]) == 0
+    assert _guarded(["label", str(reference)]) == 0
+    assert "(0 parts written, 4 already done)" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in reference.rglob("part-*.parquet")} == before
+
+
+def test_two_processes_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
+    """torchrun, which accelerate launch is built on; only rank 0 prints."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = finish(
+        cfkv_process("run", str(recipe_file(tmp_path)), str(tmp_path / "run"), launcher=launcher)
+    )
+    assert printed.count("label:occlusion:") == 1
+    assert_same(reference, tmp_path / "run")
+
+
+def test_shards_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
+    """The first shard leaves the analysis to the last."""
+    recipe, run = str(recipe_file(tmp_path)), tmp_path / "run"
+    assert _guarded(["run", recipe, str(run), "--shard", "1/2"]) == 0
+    assert not (run / "report.html").exists()
+    assert _guarded(["run", recipe, str(run), "--shard", "0/2"]) == 0
+    assert (run / "report.html").exists()
+    assert_same(reference, run)
+
+
+def test_a_killed_run_goes_on(reference: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first labels part; the same command gives the same tables, and redoes no finished part."""
+    recipe, run = str(recipe_file(tmp_path)), tmp_path / "run"
+    process = cfkv_process("run", recipe, str(run))
+    first = run / "token_labels" / "kind=occlusion" / "part-00000.parquet"
+    pause = threading.Event()
+    while not first.exists() and process.poll() is None:
+        pause.wait(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert first.exists()
+    assert not (run / "report.html").exists()
+    before = first.stat().st_mtime_ns
+    assert _guarded(["run", recipe, str(run)]) == 0
+    assert first.stat().st_mtime_ns == before
+    assert_same(reference, run)
+
+
+def test_a_dry_run_plans_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Items, forwards, tokens and disk of each stage."""
+    assert _guarded(["run", str(recipe_file(tmp_path)), str(tmp_path / "run"), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("trace", "label:occlusion", "probe:hidden", "items", "forwards", "tokens", "disk"):
+        assert word in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_counts_windows_exactly_once_traces_exist(
+    reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The windows that were labelled are those that were planned, when every trace is correct."""
+    assert _guarded(["label", str(reference), "--dry-run"]) == 0
+    found = tables(reference)
+    if not found["traces"]["correct"].all():
+        pytest.skip("a trace is incorrect, so that the plan is an upper bound")
+    assert f"<= {len(found['windows']):,} " in capsys.readouterr().out
+
+
+def test_a_run_is_a_dataset(reference: Path) -> None:
+    """`datasets.load_dataset(DIR, TABLE)` reads the card's configurations."""
+    datasets = pytest.importorskip("datasets")
+    for name in ("traces", "token_labels", "windows", "signals_hidden", "correlations"):
+        loaded = datasets.load_dataset(str(reference), name, split="train", cache_dir=str(reference.parent / "hf"))
+        assert len(loaded) > 0
+    frame = tables(reference)["windows"]
+    assert datasets.load_dataset(
+        str(reference), "windows", split="train", cache_dir=str(reference.parent / "hf")
+    ).num_rows == len(frame)
+
+
+def test_doctor_and_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a model is and can do; what can be named."""
+    assert _guarded(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("4 layers: 4 full_attention", "2 KV heads", "'<pad>' (0)", "'<eos>' (3)", "</think> = [5]"):
+        assert word in printed
+    assert "FAILED" not in printed
+    for family, member in (
+        ("signals", "hidden_cosine_diff"),
+        ("labels", "occlusion"),
+        ("problems", "registers"),
+        ("models", "smollm2"),
+    ):
+        assert _guarded(["ls", family]) == 0
+        assert member in capsys.readouterr().out
