@@ -16,6 +16,9 @@ from cfkv.errors import CfkvError
 SCHEMA_KEY = b"cfkv.schema"
 FINGERPRINT_KEY = b"cfkv.fingerprint"
 
+# Statuses of rows that did not fail. `skipped`: left out on request. `excluded`: the control disagrees.
+NOT_FAILURES = frozenset({"ok", "labelled", "excluded", "skipped"})
+
 
 @dataclass(frozen=True)
 class Table:

@@ -21,11 +21,10 @@ from cfkv.config import differences, fingerprint
 from cfkv.errors import CfkvError
 from cfkv.manifest import Manifest, library_versions, now
 from cfkv.progress import Ticker
-from cfkv.schemas import Table
+from cfkv.schemas import NOT_FAILURES, Table
 from cfkv.store import PartState
 from cfkv.workers import Workers
 
-FAILURE_FREE = frozenset({"ok", "labelled", "excluded", "skipped"})
 POLL_SECONDS = 0.5
 STALL_SECONDS = 1800.0
 
@@ -68,7 +67,7 @@ class StageResult:
     @property
     def failed(self) -> int:
         """Items whose status is a failure."""
-        return sum(count for status, count in self.statuses.items() if status not in FAILURE_FREE)
+        return sum(count for status, count in self.statuses.items() if status not in NOT_FAILURES)
 
 
 Rows = Sequence[Mapping[str, Any]]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cfkv.analysis.intervals import Estimate, undefined
 from cfkv.analysis.resampling import bootstrap_share, cluster_counts
 from cfkv.errors import CfkvError, unknown_name
+from cfkv.schemas import NOT_FAILURES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +160,7 @@ def label_counts(
     labels = token_labels.filter(pl.col("kind") == kind)
     made = windows.filter(pl.col("kind") == kind)
     succeeded = traces.filter(pl.col("status") == "ok")
-    failed_traces = traces.filter(pl.col("status") != "ok").get_column("status").to_list()
+    failed_traces = traces.filter(~pl.col("status").is_in(NOT_FAILURES)).get_column("status").to_list()
     failed_labels = labels.filter(~pl.col("status").is_in(["labelled", "excluded"]))
     failures = failed_traces + [f"labels: {status}" for status in failed_labels["status"]]
     labelled = labels.filter(pl.col("status") == "labelled")

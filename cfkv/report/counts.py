@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from cfkv.schemas import NOT_FAILURES
+
 
 @dataclass(frozen=True)
 class TraceCounts:
-    """Traces by outcome; `failed` maps (status, reason) to a number."""
+    """Traces by outcome; `failed` maps a status to the number of traces and one of their reasons."""
 
     problems: int
     traces: int
     correct: int
     incorrect: int
     ungraded: int
-    failed: dict[tuple[str, str], int]
+    skipped: int
+    failed: dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,11 @@ def count_traces(traces: pl.DataFrame) -> TraceCounts:
     """Problems and traces, graded and failed."""
     good = traces.filter(pl.col("status") == "ok")
     failed = (
-        traces.filter(pl.col("status").ne_missing("ok"))
+        traces.filter(~pl.col("status").fill_null("").is_in(NOT_FAILURES))
         .with_columns(pl.col("status", "reason").fill_null(""))
-        .group_by("status", "reason")
-        .len()
-        .sort(["len", "status", "reason"], descending=[True, False, False])
+        .group_by("status", maintain_order=True)
+        .agg(number=pl.len(), reason=pl.col("reason").first())
+        .sort("number", descending=True, maintain_order=True)
     )
     return TraceCounts(
         problems=traces.select("dataset", "problem_id").unique().height,
@@ -48,7 +51,8 @@ def count_traces(traces: pl.DataFrame) -> TraceCounts:
         correct=good.filter(pl.col("correct")).height,
         incorrect=good.filter(~pl.col("correct")).height,
         ungraded=good["correct"].null_count(),
-        failed={(status, reason): number for status, reason, number in failed.iter_rows()},
+        skipped=traces.filter(pl.col("status") == "skipped").height,
+        failed={status: (number, reason) for status, number, reason in failed.iter_rows()},
     )
 
 

@@ -105,7 +105,7 @@ def test_counts_are_those_counted_by_hand(page: str) -> None:
         "correct": "5",
         "incorrect": "1",
         "failed": "1",
-        "too_long: 2100 tokens > <b>2048</b>": "1",
+        "too_long, e.g.: 2100 tokens > <b>2048</b>": "1",
         "traces labelled": "4",
         "traces excluded: the answer from the unmodified context differs": "1",
         "traces failed": "0",
@@ -215,7 +215,7 @@ def test_empty_tables_render_with_a_plain_sentence() -> None:
     check(html)
     assert "No trace was labelled" in html
     assert "The run has no record of its stages" in html
-    assert "Nothing failed and nothing was excluded." in html
+    assert "Nothing was skipped or excluded, and nothing failed." in html
 
 
 def test_no_labelled_trace_and_no_correlations() -> None:
