@@ -234,9 +234,11 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
         result = session.label(kind) if family == "label" else getattr(session, family)()
         failed += result.failed
         if session.crew.speaks:
-            print_result(session.run, result)
+            print_result(session.run, result, shared=session.crew.count > 1)
             if name == "correlate":
                 print_correlations(session.run)
+    if session.crew.world_size > 1:
+        failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE
 
 

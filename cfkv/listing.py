@@ -103,8 +103,8 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def print_result(run: Run, result: StageResult) -> None:
-    """One line per stage: what was done, found, and how the items ended."""
+def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
+    """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
     if result.name == "correlate":
         return
     parts = f"{result.parts_written} parts written"
@@ -113,7 +113,8 @@ def print_result(run: Run, result: StageResult) -> None:
     statuses = (
         ", ".join(f"{count} {status}" for status, count in sorted(result.statuses.items())) or "no items"
     )
-    print(f"{result.name}: {statuses} ({parts})")
+    share = ", this process's share" if shared else ""
+    print(f"{result.name}: {statuses} ({parts}{share})")
     if result.failed:
         print(f"  failed items carry their reason: cfkv.load({str(run.path)!r}), column `reason`")
 

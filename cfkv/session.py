@@ -102,6 +102,31 @@ class Session:
         names = [name for name in stages if name == "trace" or name.startswith(("label:", "probe:"))]
         return [name for name in names if self.run.missing_parts(name)]
 
+    def settle(self, stages: Sequence[str]) -> int:
+        """Failed items of this shard's share of `stages`, once all its parts are there.
+
+        Only rank 0 waits and counts. A launcher ends all processes when one exits with an error, so the others
+        report none, and rank 0 does it last.
+        """
+        if self.crew.rank > 0:
+            return 0
+        failed = 0
+        for name in self._model_stages(stages):
+            parts = [i for i in range(self.run.require(name)["n_parts"]) if self.crew.shard_owns(i)]
+            self.run.wait_for(name, parts=parts, patient=True)
+            failed += StageResult(name, self.run.statuses(name, parts)).failed
+        return failed
+
+    def _model_stages(self, stages: Sequence[str]) -> list[str]:
+        """Stages that processes share, by the names under which they are recorded."""
+        names: list[str] = []
+        for name in stages:
+            if name == "probe":
+                names += [f"probe:{group}" for group in self.recipe.probe.groups]
+            elif name not in ("correlate", "report"):
+                names.append(name)
+        return names
+
     def close(self) -> None:
         """Leave the process group that the launcher made."""
         if self._loaded is not None and self.crew.world_size > 1:

@@ -21,7 +21,7 @@ from cfkv.config import differences, fingerprint
 from cfkv.errors import CfkvError
 from cfkv.manifest import Manifest, library_versions, now
 from cfkv.progress import Ticker
-from cfkv.schemas import NOT_FAILURES, Table
+from cfkv.schemas import NOT_FAILURES, TABLES, Table
 from cfkv.store import PartState
 from cfkv.workers import Workers
 
@@ -165,13 +165,12 @@ class Run:
         states = [store.part_state(self.path, o.table, o.value, index, mark) for o in outputs]
         return all(state is PartState.DONE for state in states)
 
-    def missing_parts(self, name: str) -> list[int]:
-        """Parts of a recorded stage that are not done."""
-        from cfkv.schemas import TABLES
-
+    def missing_parts(self, name: str, parts: Sequence[int] | None = None) -> list[int]:
+        """Those of `parts` (default: all) of a recorded stage that are not done."""
         record = self.require(name)
         outputs = [Output(TABLES[table], value) for table, value in record["outputs"]]
-        return [i for i in range(record["n_parts"]) if not self.done(outputs, i, record["fingerprint"])]
+        asked = range(record["n_parts"]) if parts is None else parts
+        return [index for index in asked if not self.done(outputs, index, record["fingerprint"])]
 
     def wait_for(self, name: str, *, parts: Sequence[int] | None = None, patient: bool) -> None:
         """Return when the parts of `name` (default: all) are done.
@@ -187,7 +186,7 @@ class Run:
         seen, since = None, time.monotonic()
         pause = threading.Event()
         while True:
-            missing = [i for i in self.missing_parts(name) if parts is None or i in set(parts)]
+            missing = self.missing_parts(name, parts)
             if not missing:
                 return
             if missing != seen:
@@ -236,13 +235,21 @@ class Run:
                 result.parts_written += 1
                 self.manifest.event("part_written", stage=stage.name, part=index, worker=crew.index)
         self._remove_leftovers(stage, crew)
-        self._count(stage, mine, result)
+        self._count(stage.outputs[-1], mine, result)
         self.manifest.event(
             "stage_finished", stage=stage.name, statuses=dict(result.statuses), worker=crew.index
         )
         if not self.missing_parts(stage.name):
             self.manifest.update_stage(stage.name, finished=now(), world_size=crew.count)
         return result
+
+    def statuses(self, name: str, parts: Sequence[int]) -> Counter[str]:
+        """Items of `parts` of a stage by status; the parts must be done."""
+        record = self.require(name)
+        table, value = record["outputs"][-1]
+        result = StageResult(name)
+        self._count(Output(TABLES[table], value), parts, result)
+        return result.statuses
 
     def _remove_leftovers(self, stage: Stage, crew: Workers) -> None:
         """Parts beyond the plan are left from an overwritten stage that had more of them."""
@@ -252,8 +259,7 @@ class Run:
                     if index >= stage.n_parts:
                         path.unlink()
 
-    def _count(self, stage: Stage, parts: Sequence[int], result: StageResult) -> None:
-        last = stage.outputs[-1]
+    def _count(self, last: Output, parts: Sequence[int], result: StageResult) -> None:
         if "status" not in last.table.schema.names:
             return
         for index in parts:

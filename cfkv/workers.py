@@ -40,6 +40,10 @@ class Workers:
         """Whether `part` is this process's to do."""
         return part % self.count == self.index
 
+    def shard_owns(self, part: int) -> bool:
+        """Whether `part` is for a process of this shard to do."""
+        return part % self.count // self.world_size == self.shard
+
 
 def workers(shard: str = "0/1") -> Workers:
     """Read the process's place from the launcher's environment and `--shard i/n`."""

@@ -126,12 +126,13 @@ class Replay:
         margins = (top[..., 0] - top[..., 1]).amin(dim=-1)
         room = self.room(length)
         stop = answer_stop(self.loaded, self.prefix)
-        whole = len(draft) >= room or stop(draft) is not None
+        end = next((n for n in range(1, len(draft) + 1) if stop(draft[:n]) is not None), None)
+        whole = end == len(draft) or (end is None and len(draft) >= room)
         keeps = (accepted == len(draft)) & (len(draft) <= room) & whole
         found: dict[int, Replayed] = {}
         rejected = [row for row in range(len(contexts)) if not bool(keeps[row])]
         if rejected:
-            found = self._decode(cache, logits, rejected, length, nll, accepted)
+            found = self._decode(cache, logits, rejected, length, nll)
         for row in range(len(contexts)):
             if row not in found:
                 found[row] = self._result(draft, float(nll[row]), float(margins[row]), len(draft), 0)
@@ -156,7 +157,6 @@ class Replay:
         rows: list[int],
         length: int,
         nll: Tensor,
-        accepted: Tensor,
     ) -> dict[int, Replayed]:
         chosen = torch.tensor(rows, device=self.loaded.device)
         generations = decode_greedy(
@@ -172,7 +172,7 @@ class Replay:
                 generation.token_ids,
                 float(nll[row]),
                 generation.min_margin,
-                int(accepted[row]),
+                _agreement(generation.token_ids, self.draft),
                 len(generation.token_ids),
             )
             for row, generation in zip(rows, generations, strict=True)

@@ -11,12 +11,13 @@ def windows(start: int, stop: int, size: int, stride: int) -> list[tuple[int, in
     """Half-open windows over the span [start, stop).
 
     Starts are start, start + stride, ...; there are ceil(max(N - size, 0) / stride) + 1 of them for N = stop -
-    start >= 1 tokens, and the last is clipped to `stop`. An empty span has no window.
+    start >= 1 tokens, and the last is clipped to `stop`. An empty span has no window. A stride above `size`
+    leaves gaps; a window that would begin after the span is then left out.
     """
     length = stop - start
     if length <= 0:
         return []
-    count = -(-max(length - size, 0) // stride) + 1
+    count = min(-(-max(length - size, 0) // stride) + 1, -(-length // stride))
     return [(start + index * stride, min(start + index * stride + size, stop)) for index in range(count)]
 
 

@@ -89,11 +89,14 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
     }
     if execution.device_map is not None:
         options["device_map"] = execution.device_map
+    released: Any = None
     if source.kind == "gguf":
         place = _dequantised(source)
         tokenizer = AutoTokenizer.from_pretrained(place)
         model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
     else:
+        # Read apart: the loaded model's configuration says the compute dtype, not the checkpoint's.
+        released = getattr(_pretrained(AutoConfig, source, config), "dtype", None)
         tokenizer = _pretrained(AutoTokenizer, source, config)
         model = _pretrained(AutoModelForCausalLM, source, config, **options)
     if execution.device_map is None:
@@ -108,7 +111,7 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
     return LoadedModel(
         name=source.name,
         revision=revision,
-        weights=source.weights or str(getattr(model.config, "dtype", None) or dtype).removeprefix("torch."),
+        weights=source.weights or str(released or model.dtype).removeprefix("torch."),
         model=model,
         tokenizer=tokenizer,
         device=model.device,

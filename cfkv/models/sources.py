@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -52,7 +53,9 @@ def resolve(config: ModelConfig) -> ModelSource:
         )
     if name == "smollm2":
         return _smollm2()
-    path = Path(name).expanduser()
+    path = Path(name)
+    with suppress(RuntimeError):  # `~name` of a user who does not exist
+        path = path.expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CfkvError(f"model file {name!r} does not exist")

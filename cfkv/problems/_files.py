@@ -9,8 +9,6 @@ from typing import Any
 
 from cfkv.errors import CfkvError
 
-MISSING = object()
-
 
 def needed_path(path: Path | None, name: str) -> Path:
     """The path, or an error that says how to give it."""

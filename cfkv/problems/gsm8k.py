@@ -12,7 +12,7 @@ from cfkv.problems._base import Problem, ProblemSource, problem_sources
 from cfkv.problems._files import needed_path, read_records, text_field
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
-FINAL_LINE = re.compile(r"\n?####\s*(?P<answer>.+?)\s*$")
+FINAL_LINE = re.compile(r"\n?####\s*(?P<answer>\S.*?)\s*$")
 
 
 @problem_sources.register

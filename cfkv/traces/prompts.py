@@ -6,7 +6,7 @@ from typing import Any
 
 from cfkv.config import TraceConfig
 from cfkv.errors import ItemError
-from cfkv.models.tokens import THINK_START, encode
+from cfkv.models.tokens import THINK_START, decode, encode
 from cfkv.traces.items import TraceItem
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -49,8 +49,7 @@ def worked_pieces(
     """
     if not item.solution:
         raise ItemError("no_solution", "the dataset gives no worked solution for this problem")
-    opening = encode(tokenizer, THINK_START)
-    opened = prompt[-len(opening) :] == opening
+    opened = decode(tokenizer, prompt[-8:]).rstrip().endswith(THINK_START)
     before = [] if opened else encode(tokenizer, f"{THINK_START}\n")
     closing = encode(tokenizer, "\n</think>\n") + (encode(tokenizer, prefix) if prefix else [])
     return before, encode(tokenizer, item.solution), closing

@@ -57,8 +57,9 @@ def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int) -> Spans:
 def _boundary(tokenizer: Any, output: list[int]) -> tuple[str, int, int]:
     end = encode(tokenizer, THINK_END)
     start = find_last(output, end)
-    if start is not None:
+    if start is not None and THINK_END not in decode(tokenizer, output[start + len(end) :]):
         return "think_end", start, start + len(end)
+    # Absent, or followed by one whose characters other tokens spell.
     span = _last_text(tokenizer, output, THINK_END)
     if span is not None:
         return "think_end", *span

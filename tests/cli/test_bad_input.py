@@ -50,7 +50,10 @@ def imported(identity: str, response: object, answer: str = "R1=6") -> dict[str,
         (["trace", "d", "--limit", "0"], "limit = '0': Input should be greater than or equal to 1"),
         (["trace", "d", "--dataset", "gsm8"], "unknown dataset 'gsm8': did you mean 'gsm8k'?"),
         (["trace", "d", "--dataset", "gsm8k"], "name it with --path FILE.jsonl"),
-        (["trace", "d", "--limit", "2", "--model", "smolm2"], "unknown model 'smolm2': did you mean 'smollm2'?"),
+        (
+            ["trace", "d", "--limit", "2", "--model", "smolm2"],
+            "unknown model 'smolm2': did you mean 'smollm2'?",
+        ),
         (["trace", "d", "--limit", "2", "--model", "./none"], "a folder with config.json, a .gguf file"),
         (["trace", "d", "--limit", "2", "--model", "none.gguf"], "model file 'none.gguf' does not exist"),
         (["trace", "d", "--limit", "2", "--shard", "2/2"], "is not i/n with i below n"),
@@ -98,7 +101,10 @@ def test_recipe_errors_come_before_any_work(run_cfkv: Cfkv, tmp_path: Path, text
     [
         (['{"question": broken'], "t.jsonl line 1 is not valid JSON"),
         ([imported("a", SOLVED), {"question": "q", "response": "x"}], "t.jsonl line 2 has no field 'answer'"),
-        ([{"question": "q", "answer": "1"}], "neither response nor response_token_ids; its fields: answer, question"),
+        (
+            [{"question": "q", "answer": "1"}],
+            "neither response nor response_token_ids; its fields: answer, question",
+        ),
         ([imported("a", 5)], "field 'response' is int (5), not a string"),
         ([imported("a", SOLVED), imported("a", SOLVED)], "1 ids occur more than once (first: 'a/0'"),
         ([], "holds no problems"),
@@ -188,7 +194,7 @@ def test_damaged_and_newer_runs(run_cfkv: Cfkv, tmp_path: Path) -> None:
     assert code == 2
     assert "1 of 1 parts of stage 'trace' are missing" in printed
     with pytest.raises(cfkv.errors.CfkvError, match="cannot be read"):
-        cfkv.load(tmp_path / "d").traces
+        cfkv.load(tmp_path / "d").traces.collect()
     assert run_cfkv("trace", "d")[0] == 0
     assert pl.read_parquet(part).equals(whole)
     manifest = tmp_path / "d" / "run.json"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,12 @@ def cfkv_process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-m", "cfkv", *arguments]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -65,11 +70,11 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe run in this process."""
     folder = tmp_path_factory.mktemp("reference")
     assert _guarded(["run", str(recipe_file(folder)), str(folder / "run")]) == 0
-    yield folder / "run"
+    return folder / "run"
 
 
 def test_every_table_and_picture_is_there(reference: Path) -> None:
@@ -131,6 +136,22 @@ def test_two_processes_give_the_same_tables(reference: Path, tmp_path: Path) -> 
     assert_same(reference, tmp_path / "run")
 
 
+def test_a_failed_item_ends_no_other_process(tmp_path: Path) -> None:
+    """Rank 1 has an empty response; the launcher must not end rank 0 for it, and the exit code says so at the end."""
+    row = {"question": "ask 4", "answer": "R1=6", "response": r"%m =6 6 ; </think> \boxed{ R1=6 }"}
+    rows = [{**row, "problem_id": f"p{i}"} for i in range(8)]
+    rows[1]["response"] = ""
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run = tmp_path / "run"
+    arguments = ("--mode", "import", "--path", str(tmp_path / "t.jsonl"), "--part-size", "1")
+    process = cfkv_process("trace", str(run), *arguments, launcher=launcher)
+    process.communicate(timeout=200)
+    assert process.returncode == 1
+    statuses = cfkv.load(run).traces.collect()["status"].to_list()
+    assert statuses == ["ok", "empty_response", *["ok"] * 6]
+
+
 def test_shards_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
     """The first shard leaves the analysis to the last."""
     recipe, run = str(recipe_file(tmp_path)), tmp_path / "run"
@@ -183,7 +204,9 @@ def test_a_run_is_a_dataset(reference: Path) -> None:
     """`datasets.load_dataset(DIR, TABLE)` reads the card's configurations."""
     datasets = pytest.importorskip("datasets")
     for name in ("traces", "token_labels", "windows", "signals_hidden", "correlations"):
-        loaded = datasets.load_dataset(str(reference), name, split="train", cache_dir=str(reference.parent / "hf"))
+        loaded = datasets.load_dataset(
+            str(reference), name, split="train", cache_dir=str(reference.parent / "hf")
+        )
         assert len(loaded) > 0
     frame = tables(reference)["windows"]
     assert datasets.load_dataset(
