@@ -73,17 +73,19 @@ def correlation_table(frame: pl.DataFrame) -> Table:
     n_tests = frame.filter(pl.col("measure") == "spearman_within").height
     table = Table(
         title="Signals against labels, each at its surest layer and smoothing",
-        caption=f"rho: Spearman within traces, averaged over traces. Ranges: {level:g} % intervals. "
+        caption=f"rho: Spearman within traces, averaged over traces. Brackets: {level:g} % intervals. "
         "Adjusted p: of rho, Benjamini-Hochberg over all tests of a label "
         f"({n_tests:,} over all labels here). The best of many is flattered.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         leading=1,
     )
-    for heading in ("signal\nlabel", "layer\nsmoothing"):
-        table.add_column(heading, overflow="fold")
+    table.add_column("signal\nlabel", no_wrap=True)
+    table.add_column("layer\nsmoothing", overflow="fold")
     for heading in ("rho", "AUROC", "adjusted p", "traces\ntokens"):
-        table.add_column(heading, justify="right")
+        table.add_column(
+            heading, justify="right", overflow="fold", min_width=len("[+.00, +.00]") * (heading == "rho")
+        )
     areas = {
         _combination(row): row for row in frame.filter(pl.col("measure") == "auroc").iter_rows(named=True)
     }
@@ -246,7 +248,8 @@ def _ranged(row: Mapping[str, Any] | None, form: str) -> str:
         return "-"
     if math.isnan(row["estimate"]):
         return f"none:\n{row['nan_reason']}"
-    return f"{row['estimate']:{form}}\n{row['low']:{form}} to {row['high']:{form}}"
+    estimate, low, high = (f"{row[name]:{form}}".replace("0.", ".") for name in ("estimate", "low", "high"))
+    return f"{estimate}\n[{low}, {high}]"
 
 
 def _verdict(pvalue: float) -> str:

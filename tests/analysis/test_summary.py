@@ -52,8 +52,9 @@ def test_table_says_what_is_significant_what_is_not_and_what_is_missing(frame):
     assert "significant" in noise_entry
     assert "constant signal" in " ".join(flat_entry.split())
     best = frame.filter(measure="spearman_within", signal="g").sort("pvalue").row(0, named=True)
-    assert f"{best['estimate']:+.2f}" in planted_entry
-    assert f"{best['low']:+.2f} to {best['high']:+.2f}" in planted_entry
+    estimate, low, high = (f"{best[name]:+.2f}".replace("0.", ".") for name in ("estimate", "low", "high"))
+    assert estimate in planted_entry
+    assert f"[{low}, {high}]" in planted_entry
     assert best["smoothing"] in planted_entry
 
 
