@@ -18,6 +18,7 @@ class Ticker:
     def __init__(self, label: str, total: int, *, quiet: bool = False) -> None:
         self.label, self.total, self.quiet = label, total, quiet
         self.done = 0
+        self._printed = -1
         self._last = time.monotonic()
         self._started = self._last
         self._bar: Progress | None = None
@@ -47,6 +48,9 @@ class Ticker:
                 self._line(moment)
 
     def _line(self, moment: float) -> None:
+        if self.done == self._printed:
+            return
+        self._printed = self.done
         spent = moment - self._started
         print(f"{self.label}: {self.done}/{self.total} after {spent:.0f} s", file=sys.stderr, flush=True)
 

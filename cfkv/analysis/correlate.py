@@ -23,6 +23,7 @@ from cfkv.config import CorrelateConfig
 from cfkv.schemas import CORRELATIONS
 
 MEASURES = ("spearman_pooled", "spearman_within", "auroc")
+POSITION = "position"
 
 
 def correlate(
@@ -46,6 +47,8 @@ def correlate(
     -------
     DataFrame
         The table `correlations`, sorted by its key: one row per kind, signal, layer, smoothing and measure.
+        The signal `position` (index within the reasoning, no layer, raw) is always among them: a signal that
+        only drifts along a trace looks like it.
         Positive (AUROC above 0.5) = the signal is larger on important tokens. A row has an estimate, an
         interval and a p-value, or none of them and a `nan_reason`. The counts are of what entered the
         estimate: spearman_within leaves out traces in which signal or label is constant.
@@ -69,6 +72,11 @@ def correlate(
                 for layer, values in zip(signal.layers, table, strict=True):
                     for result in study.measure(values):
                         rows.append((study.tokens.kind, name, layer, smoothing, *result.cells()))
+    for study in studies if POSITION not in dict(_tokens.signal_names(signals)) else ():
+        places = np.concatenate([np.zeros(0), *study.tokens.places]).astype(np.float32)
+        rows += [
+            (study.tokens.kind, POSITION, None, "raw", *result.cells()) for result in study.measure(places)
+        ]
     return _adjusted(rows, config.level)
 
 

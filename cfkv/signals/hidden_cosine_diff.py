@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import normalize
 
 from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
 
@@ -22,8 +22,9 @@ class HiddenCosineDiff(CausalSignal):
     embedding: ClassVar[bool] = True
 
     def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, Tensor]:
-        """The last state of a chunk is kept for the first token of the next."""
-        hidden = present(observation.hidden_CE, "hidden states")
-        first = torch.full_like(hidden[:1], torch.nan) if memory is None else memory
-        before = torch.cat([first, hidden[:-1]])
-        return (1 - cosine_similarity(hidden, before, dim=-1))[None], hidden[-1:].clone()
+        """The last direction of a chunk is kept for the first token of the next."""
+        # 1 - cos = |u - v|^2 / 2 for unit vectors: exactly 0 for equal states, where 1 - u.v cancels to noise.
+        units = normalize(present(observation.hidden_CE, "hidden states"), dim=-1)
+        before = torch.full_like(units[:1], torch.nan) if memory is None else memory
+        change = torch.diff(units, dim=0, prepend=before)
+        return change.square().sum(dim=-1)[None] / 2, units[-1:].clone()

@@ -29,7 +29,9 @@ def test_columns_types_and_key_are_those_of_the_schema():
     frame = correlate(*study(labels, signals), CONFIG)
     arrow = frame.to_arrow()
     assert arrow.schema.names == CORRELATIONS.schema.names
-    assert arrow.cast(CORRELATIONS.schema).num_rows == 2 * 4 * 3  # layers x smoothings x measures
+    assert (
+        arrow.cast(CORRELATIONS.schema).num_rows == 2 * 4 * 3 + 3
+    )  # layers x smoothings x measures, and position
     assert frame.select(CORRELATIONS.key).is_unique().all()
     assert frame["level"].unique().to_list() == [0.95]
 
@@ -91,7 +93,9 @@ def test_the_order_of_rows_and_other_groups_change_nothing():
     other = groups["group"].rename({"g": "h"})
     both = correlate(traces, token_labels, {**groups, "other": other}, CONFIG)
     columns = pl.exclude("adjusted_pvalue")
-    assert_frame_equal(both.filter(signal="g").select(columns), expected.select(columns), check_exact=True)
+    assert_frame_equal(
+        both.filter(signal="g").select(columns), expected.filter(signal="g").select(columns), check_exact=True
+    )
 
 
 def test_p_values_are_adjusted_within_kind_and_measure():
@@ -101,7 +105,7 @@ def test_p_values_are_adjusted_within_kind_and_measure():
     frame = correlate(traces, both, groups, CONFIG)
     assert frame["kind"].unique().sort().to_list() == ["knockout", "occlusion"]
     for _, family in frame.group_by("kind", "measure"):
-        assert family.height == 8
+        assert family.height == 8 + 1  # and position
         expected = benjamini_hochberg(family["pvalue"].to_numpy())
         np.testing.assert_allclose(family["adjusted_pvalue"], expected)
 
@@ -173,11 +177,24 @@ def test_nothing_labelled_and_no_signals():
     traces, token_labels, groups = study(labels, signals)
     excluded = token_labels.with_columns(status=pl.lit("excluded"))
     frame = correlate(traces, excluded, groups, CONFIG)
-    assert frame.height == 2 * 4 * 3
+    assert frame.height == 2 * 4 * 3 + 3
     assert set(frame["nan_reason"]) == {"no tested tokens"}
-    empty = correlate(traces, token_labels, {}, CONFIG)
-    assert empty.columns == CORRELATIONS.schema.names
-    assert empty.height == 0
+    bare = correlate(traces, token_labels, {}, CONFIG)
+    assert bare.columns == CORRELATIONS.schema.names
+    assert bare["signal"].unique().to_list() == ["position"]
+
+
+def test_position_is_the_baseline_of_every_study():
+    # Tested tokens at places 0..3 of each trace; the last two are important. Ranks 1..4 against ties 1.5, 1.5,
+    # 3.5, 3.5: rho = 4 / sqrt(5 * 4) = 0.894; every important token lies after every other: AUROC 1.
+    labels = [[0, 0, 1, 1]] * 5
+    frame = correlate(*study(labels, {"g": [np.zeros((1, 4))] * 5}), CONFIG).filter(signal="position")
+    assert frame["layer"].null_count() == frame.height == 3
+    assert frame["smoothing"].unique().to_list() == ["raw"]
+    found = dict(frame.select("measure", "estimate").iter_rows())
+    assert found["auroc"] == 1
+    assert found["spearman_within"] == pytest.approx(0.8944, abs=1e-4)
+    assert found["spearman_pooled"] == pytest.approx(0.8944, abs=1e-4)
 
 
 def test_signal_without_layers():
@@ -185,7 +202,7 @@ def test_signal_without_layers():
     traces, token_labels, groups = study(labels, signals)
     flat = groups["group"].filter(layer=1).with_columns(layer=pl.lit(None, pl.Int16))
     frame = correlate(traces, token_labels, {"logits": flat}, CONFIG)
-    assert frame["layer"].null_count() == frame.height == 12
+    assert frame["layer"].null_count() == frame.height == 12 + 3
 
 
 def test_lists_that_do_not_cover_the_tokens_are_refused():
