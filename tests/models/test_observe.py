@@ -1,0 +1,183 @@
+"""Taps read every layer and change nothing; the self-check passes on good models and fails on broken ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cfkv.errors import CfkvError
+from cfkv.models import compat, selfcheck
+from cfkv.models.loading import LoadedModel
+from cfkv.models.observe import EMBEDDING_LAYER, tapping_hidden
+
+LENGTH = 20
+
+
+def draw(loaded: LoadedModel) -> Tensor:
+    return torch.randint(9, loaded.shape.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+
+
+def tapped(loaded: LoadedModel, ids: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+    seen: dict[int, Tensor] = {}
+    with tapping_hidden(loaded.model, lambda layer, output: seen.__setitem__(layer, output.clone())):
+        logits = compat.forward(loaded.model, ids, compat.new_cache())
+    return seen, logits
+
+
+def test_taps_see_every_layer_before_the_final_norm(tiny: LoadedModel) -> None:
+    ids = draw(tiny)
+    seen, _ = tapped(tiny, ids)
+    last = tiny.shape.num_layers - 1
+    assert list(seen) == list(range(EMBEDDING_LAYER, last + 1))  # in the order of the layers
+    states = tiny.model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == last + 2
+    gaps = {layer: float((seen[layer] - states[layer + 1]).abs().max()) for layer in range(-1, last)}
+    print(f"{tiny.name}: largest {max(gaps.values()):.2e}")
+    assert max(gaps.values()) < 1e-5
+    before: list[Tensor] = []
+    handle = tiny.model.model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
+    tiny.model(ids)
+    handle.remove()
+    assert float((seen[last] - before[0]).abs().max()) < 1e-5
+    assert float((tiny.model.model.norm(seen[last]) - states[-1]).abs().max()) < 1e-5
+    assert float((seen[last] - states[-1]).abs().max()) > 0.1  # the trap: the last entry is normed
+
+
+def test_taps_leave_logits_bit_identical(tiny: LoadedModel) -> None:
+    ids = draw(tiny)
+    _, logits = tapped(tiny, ids)
+    assert torch.equal(logits, compat.forward(tiny.model, ids, compat.new_cache()))
+
+
+def test_hooks_are_gone_afterwards(llama: LoadedModel) -> None:
+    ids = draw(llama)
+    before = count_hooks(llama.model)  # transformers leaves its own after output_hidden_states
+    with tapping_hidden(llama.model, lambda layer, output: None):
+        assert count_hooks(llama.model) == before + llama.shape.num_layers + 1
+    assert count_hooks(llama.model) == before
+
+    def broken(layer: int, output: Tensor) -> None:
+        raise ArithmeticError(f"layer {layer}")
+
+    with pytest.raises(ArithmeticError, match="layer -1"), tapping_hidden(llama.model, broken):
+        llama.model(ids)
+    assert count_hooks(llama.model) == before
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_selfcheck_passes(make_tiny: Callable[..., LoadedModel], tiny: LoadedModel, attention: str) -> None:
+    loaded = make_tiny(tiny.name.removeprefix("tiny-"), attention)
+    checks = selfcheck.self_check(loaded)
+    assert [check.name for check in checks] == list(selfcheck.CHECKS)
+    assert all(check.ok for check in checks), checks
+    print(f"{tiny.name} {attention}:", ", ".join(f"{check.value:.2e}" for check in checks))
+    described = selfcheck.description(loaded)
+    assert described["model"]["attn_implementation"] == attention
+    assert described["model"]["num_layers"] == loaded.shape.num_layers
+    assert len(described["self_check"]) == len(checks)
+
+
+def test_selfcheck_passes_on_the_builtin_model(builtin: LoadedModel) -> None:
+    assert all(check.ok for check in selfcheck.self_check(builtin))
+
+
+def test_linear_layers_are_refused_by_name(llama: LoadedModel) -> None:
+    kinds = ("linear_attention", "linear_attention", "full_attention", "linear_attention")
+    shape = dataclasses.replace(llama.shape, num_layers=4, layer_types=kinds)
+    hybrid = dataclasses.replace(llama, shape=shape)
+    assert selfcheck.inventory(hybrid) == "4 layers: 1 full_attention, 3 linear_attention"
+    assert {check.ok for check in selfcheck.self_check(hybrid)} == {None}
+    with pytest.raises(CfkvError, match=r"layers 0-1, 3 are linear_attention"):
+        selfcheck.description(hybrid)
+
+
+def test_shared_layers_are_refused(llama: LoadedModel) -> None:
+    shape = dataclasses.replace(llama.shape, shared_layers=2)
+    with pytest.raises(CfkvError, match=r"layers 1-2 share their keys and values"):
+        selfcheck.description(dataclasses.replace(llama, shape=shape))
+
+
+def failing(loaded: LoadedModel) -> list[str]:
+    return [check.name for check in selfcheck.self_check(loaded) if not check.ok]
+
+
+TAPS, CHUNKS, EVICTED = selfcheck.CHECKS
+
+
+def test_selfcheck_finds_a_tap_that_changes_the_output(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def meddling(model: nn.Module, tap: Callable[[int, Tensor], None]) -> Iterator[None]:
+        def nudge(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+            return output * (1 + 1e-5)
+
+        handle = compat.decoder_layers(model)[0].register_forward_hook(nudge)
+        with tapping_hidden(model, tap):
+            yield
+        handle.remove()
+
+    monkeypatch.setattr(selfcheck, "tapping_hidden", meddling)
+    assert failing(llama) == [TAPS]
+    with pytest.raises(CfkvError, match="tiny-llama.*fails the self-check"):
+        selfcheck.description(llama)
+
+
+def test_selfcheck_finds_a_tap_that_misses_a_layer(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def forgetful(model: nn.Module, tap: Callable[[int, Tensor], None]) -> Iterator[None]:
+        with tapping_hidden(model, lambda layer, output: None if layer == 1 else tap(layer, output)):
+            yield
+
+    monkeypatch.setattr(selfcheck, "tapping_hidden", forgetful)
+    bad = [check for check in selfcheck.self_check(llama) if not check.ok]
+    assert [check.name for check in bad] == [TAPS]
+    assert bad[0].detail == "taps fired for layers [-1, 0, 2] of [-1, 0, 1, 2]"
+
+
+def test_selfcheck_finds_a_mask_that_hides_nothing(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = compat.masks_from_positions
+
+    def blind(model: nn.Module, queries: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Any:
+        return right(model, queries, keys)
+
+    monkeypatch.setattr(compat, "masks_from_positions", blind)
+    assert failing(llama) == [EVICTED]
+
+
+def test_selfcheck_finds_positions_taken_from_the_cache_length(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classic silent bug: after an eviction, new tokens are rotated at their slot."""
+    right = compat.forward
+
+    def by_slot(model: nn.Module, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+        return right(model, ids, cache, **{**options, "positions": None})
+
+    monkeypatch.setattr(compat, "forward", by_slot)
+    assert failing(llama) == [EVICTED]
+
+
+def test_selfcheck_finds_chunks_that_restart(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compat.forward
+
+    def restarting(model: nn.Module, ids: Tensor, cache: Any, **options: Any) -> Tensor:
+        options.setdefault("positions", torch.arange(ids.shape[1])[None])
+        return right(model, ids, cache, **options)
+
+    monkeypatch.setattr(compat, "forward", restarting)
+    assert failing(llama) == [CHUNKS]
