@@ -20,7 +20,8 @@ from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
 from cfkv.models.observe import tapping_hidden
 
-TOKENS, EVICTED = 24, slice(6, 14)
+TOKENS, NEW_TOKENS = 24, 3
+MAX_WINDOW = 1024  # longer sliding windows are not reached by the checks
 # Largest logit difference that counts as equal, by compute dtype.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -79,7 +80,10 @@ def self_check(loaded: LoadedModel) -> list[Check]:
     if reasons:
         return [Check(name, None, None, reasons[0]) for name in CHECKS]
     rng = np.random.default_rng(0)
-    drawn = rng.integers(0, loaded.shape.vocabulary, size=TOKENS + 3)
+    window = getattr(loaded.model.config, "sliding_window", None) or 0
+    tokens = TOKENS + (window if window <= MAX_WINDOW else 0)
+    tokens = min(tokens, loaded.shape.max_positions - NEW_TOKENS)
+    drawn = rng.integers(0, loaded.shape.vocabulary, size=tokens + NEW_TOKENS)
     ids = torch.tensor(drawn[None], device=loaded.device)
     return [check(loaded, ids, name) for name, check in CHECKS.items()]
 
@@ -113,20 +117,30 @@ def _chunks(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
     return _compare(loaded, name, whole, torch.cat(pieces, dim=1), None)
 
 
-def _evicted(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
-    cache = compat.new_cache()
-    compat.forward(loaded.model, ids[:, :TOKENS], cache)
+def _masks(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
+    own = compat.forward(loaded.model, ids, compat.new_cache())
     positions = torch.arange(ids.shape[1], device=loaded.device)
-    new = positions[TOKENS:]
+    mask = compat.masks_from_positions(loaded.model, positions, positions)
+    ours = compat.forward(loaded.model, ids, compat.new_cache(), attention_mask=mask)
+    return _compare(loaded, name, own, ours, None)
+
+
+def _evicted(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
+    held_tokens = ids.shape[1] - NEW_TOKENS
+    cache = compat.new_cache()
+    compat.forward(loaded.model, ids[:, :held_tokens], cache)
+    positions = torch.arange(ids.shape[1], device=loaded.device)
+    new = positions[held_tokens:]
+    # Every second one of the newest dozen but one, so that sliding layers lose some of what they still see.
     hidden = torch.zeros_like(positions, dtype=torch.bool)
-    hidden[EVICTED] = True
-    kept = positions[:TOKENS][~hidden[:TOKENS]]
+    hidden[held_tokens - 12 : held_tokens - 1 : 2] = True
+    kept = positions[:held_tokens][~hidden[:held_tokens]]
     evicted = compat.map_cache(cache, slots=kept)
     results = []
     for held, keys, hide in ((cache, positions, hidden), (evicted, torch.cat([kept, new]), None)):
         mask = compat.masks_from_positions(loaded.model, new, keys, hide)
         results.append(
-            compat.forward(loaded.model, ids[:, TOKENS:], held, positions=new[None], attention_mask=mask)
+            compat.forward(loaded.model, ids[:, held_tokens:], held, positions=new[None], attention_mask=mask)
         )
     return _compare(loaded, name, results[0], results[1], None)
 
@@ -134,6 +148,7 @@ def _evicted(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
 CHECKS: dict[str, Callable[[LoadedModel, Tensor, str], Check]] = {
     "logits with taps on = off": _taps,
     "chunked forward = whole forward": _chunks,
+    "masks from positions = the model's own": _masks,
     "evicted forward = masked full forward": _evicted,
 }
 

@@ -37,7 +37,7 @@ def answer_stop(loaded: LoadedModel, prefix: str) -> StopRule:
     return rule
 
 
-def trace_stop(loaded: LoadedModel, prompt_text: str) -> StopRule:
+def trace_stop(loaded: LoadedModel) -> StopRule:
     """Stop at an end token, or at the first complete box after `</think>`.
 
     A box inside the reasoning, or in a model that writes no `</think>`, does not end the trace.

@@ -103,7 +103,7 @@ def replacement_id(tokenizer: Any, model: Any, choice: str) -> int:
         "auto": own_pad if own_pad is not None else reserved,
     }
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    if choice.isdigit():
+    if choice.isascii() and choice.isdecimal():
         if int(choice) >= vocabulary:
             raise CfkvError(f"replacement {choice} is outside the vocabulary of {vocabulary} ids")
         return int(choice)

@@ -15,13 +15,17 @@ TAIL_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Indices into the token ids; `boundary` names the rule that found them."""
+    """Indices into the token ids; `boundary` names the rule that found them.
+
+    `answer_prefix` is answer text before `answer_start`: a token may hold the end of `</think>` and more.
+    """
 
     reasoning_start: int
     reasoning_stop: int
     answer_start: int
     answer_stop: int
     boundary: str
+    answer_prefix: str = ""
 
 
 def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int) -> Spans:
@@ -45,12 +49,16 @@ def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int) -> Spans:
             f"the boundary rule {boundary!r} leaves no reasoning before the answer in {len(output)} tokens",
         )
     answer_start = prompt_len + answer
+    prefix = (
+        decode(tokenizer, output[stop:answer]).rpartition(THINK_END)[2] if boundary == "think_end" else ""
+    )
     return Spans(
         reasoning_start=prompt_len,
         reasoning_stop=prompt_len + stop,
         answer_start=answer_start,
-        answer_stop=answer_start + answer_length(tokenizer, token_ids[answer_start:], ""),
+        answer_stop=answer_start + answer_length(tokenizer, token_ids[answer_start:], prefix),
         boundary=boundary,
+        answer_prefix=prefix,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ class TraceWriter:
             if self._fits(rows, item, len(prompt) + 1):
                 ready.append((item, prompt))
         outputs = self._decode(
-            [prompt for _, prompt in ready], self.config.max_new_tokens, lambda: trace_stop(self.loaded, "")
+            [prompt for _, prompt in ready], self.config.max_new_tokens, lambda: trace_stop(self.loaded)
         )
         for (item, prompt), output in zip(ready, outputs, strict=True):
             token_ids = prompt + output.token_ids
@@ -58,7 +59,7 @@ class TraceWriter:
 
     def _segmented(self, item: TraceItem, token_ids: list[int], prompt_len: int, output: Generation) -> Row:
         spans = segment(self.tokenizer, token_ids, prompt_len)
-        return self._row(item, token_ids, prompt_len, spans, output.logprobs, output.finish_reason, "")
+        return self._row(item, token_ids, prompt_len, spans, output.logprobs, output.finish_reason)
 
     def _restate(self, items: Sequence[TraceItem]) -> dict[str, Row]:
         prefix = WORKED_ANSWER_PREFIX if self.config.answer_prefix is None else self.config.answer_prefix
@@ -87,10 +88,11 @@ class TraceWriter:
                 answer_start=len(context),
                 answer_stop=len(context) + answer_length(self.tokenizer, output.token_ids, prefix),
                 boundary="given",
+                answer_prefix=prefix,
             )
             logprobs = self._logprobs(token_ids, len(prompt))
             rows[item.trace_id] = self._row(
-                item, token_ids, len(prompt), spans, logprobs, output.finish_reason, prefix
+                item, token_ids, len(prompt), spans, logprobs, output.finish_reason
             )
         return rows
 
@@ -114,7 +116,7 @@ class TraceWriter:
         spans = segment(self.tokenizer, token_ids, len(prompt))
         self._check_length(len(token_ids))
         logprobs = self._logprobs(token_ids, len(prompt))
-        return self._row(item, token_ids, len(prompt), spans, logprobs, item.finish_reason, "")
+        return self._row(item, token_ids, len(prompt), spans, logprobs, item.finish_reason)
 
     def _logprobs(self, token_ids: list[int], start: int) -> list[float]:
         return teacher_forced_logprobs(self.loaded, token_ids, start, chunk_size=self.execution.chunk_size)
@@ -180,21 +182,15 @@ class TraceWriter:
         spans: Spans,
         logprobs: Sequence[float],
         finish_reason: str,
-        prefix: str,
     ) -> Row:
         self._long_enough(spans.reasoning_stop - spans.reasoning_start)
-        answer = boxed_answer(prefix + decode(self.tokenizer, token_ids[spans.answer_start :]))
+        answer = boxed_answer(spans.answer_prefix + decode(self.tokenizer, token_ids[spans.answer_start :]))
         return {
             **self._identity(item),
             "token_ids": token_ids,
             "token_texts": token_texts(self.tokenizer, token_ids),
             "prompt_len": prompt_len,
-            "reasoning_start": spans.reasoning_start,
-            "reasoning_stop": spans.reasoning_stop,
-            "answer_start": spans.answer_start,
-            "answer_stop": spans.answer_stop,
-            "boundary": spans.boundary,
-            "answer_prefix": prefix,
+            **asdict(spans),
             "logprobs": list(logprobs),
             "output_text": decode(self.tokenizer, token_ids[prompt_len:]),
             "answer": answer,

@@ -90,7 +90,7 @@ def test_builtin_writes_what_the_obvious_loop_writes(builtin: LoadedModel) -> No
 
     problems = Registers().load(None, seed=3)
     given = [builtin.tokenizer(next(problems).question)["input_ids"] for _ in range(3)]
-    stops = [trace_stop(builtin, "") for _ in given]
+    stops = [trace_stop(builtin) for _ in given]
     batch = generate_greedy(builtin, given, max_new_tokens=[300] * 3, stops=stops, chunk_size=512)
     assert {generation.finish_reason for generation in batch} <= {"boxed", "stop"}
     expected = literal(builtin, given[0], 300, stops[0])
@@ -153,7 +153,7 @@ def test_answer_stop(llama: LoadedModel, prefix: str, text: str, first: tuple[in
 )
 def test_trace_stop(llama: LoadedModel, text: str, first: tuple[int, str] | None) -> None:
     ids = ids_of(llama, text)
-    rule = trace_stop(llama, "")
+    rule = trace_stop(llama)
     told = [(n, reason) for n in range(1, len(ids) + 1) if (reason := rule(ids[:n])) is not None]
     assert (told[0] if told else None) == first
 

@@ -111,7 +111,7 @@ def failing(loaded: LoadedModel) -> list[str]:
     return [check.name for check in selfcheck.self_check(loaded) if not check.ok]
 
 
-TAPS, CHUNKS, EVICTED = selfcheck.CHECKS
+TAPS, CHUNKS, MASKS, EVICTED = selfcheck.CHECKS
 
 
 def test_selfcheck_finds_a_tap_that_changes_the_output(
@@ -181,3 +181,24 @@ def test_selfcheck_finds_chunks_that_restart(llama: LoadedModel, monkeypatch: py
 
     monkeypatch.setattr(compat, "forward", restarting)
     assert failing(llama) == [CHUNKS]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_selfcheck_finds_a_wrong_window(
+    family: str, make_tiny: Callable[[str, str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sliding window off by three passes the eviction check, whose two sides share the mask."""
+    loaded = make_tiny(family, "sdpa")
+    right = compat.masks_from_positions
+
+    def narrow(model: Any, queries: Tensor, keys: Tensor, hidden: Tensor | None = None) -> Any:
+        window = model.config.sliding_window
+        monkeypatch.setattr(model.config, "sliding_window", window - 3)
+        try:
+            return right(model, queries, keys, hidden)
+        finally:
+            monkeypatch.setattr(model.config, "sliding_window", window)
+
+    assert failing(loaded) == []
+    monkeypatch.setattr(compat, "masks_from_positions", narrow)
+    assert MASKS in failing(loaded)

@@ -180,3 +180,24 @@ def test_smollm2_spells_the_marker_in_several_ways(smollm2: LoadedModel) -> None
         spellings.add(tuple(ids[found.reasoning_stop : found.answer_start]))
     assert len(spellings) > 1
     print(f"smollm2 spells </think> in {len(spellings)} ways here")
+
+
+class Pieces:
+    """A tokenizer whose tokens are given pieces; it spells `</think>` with a token of its own."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.pieces = [*pieces, "</think>"]
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": [self.pieces.index(text)]}
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def test_a_token_that_ends_the_boundary_and_opens_the_box() -> None:
+    r"""`>\` holds the last character of `</think>` and the first of `\boxed{4}`: the rest is answer prefix."""
+    tokenizer = Pieces("question", "2+2", "</think", ">\\", "boxed{", "4", "}", " bye")
+    spans = segment(tokenizer, [0, 1, 2, 3, 4, 5, 6, 7], 1)
+    assert (spans.reasoning_start, spans.reasoning_stop, spans.answer_start, spans.answer_stop) == (1, 2, 4, 7)
+    assert (spans.boundary, spans.answer_prefix) == ("think_end", "\\")
