@@ -119,7 +119,8 @@ class Manifest:
         self.run.mkdir(parents=True, exist_ok=True)
         path = self.run / "config.yaml"
         with FileLock(self.run / ".lock"):
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+            # Read as a recipe first: the file is a person's to edit, and a broken one must not be built upon.
+            content = self.recipe().model_dump(mode="json", exclude_unset=True) if path.exists() else {}
             data = config.model_dump(mode="json")
             if section == "label":
                 others = [entry for entry in content.get("label", []) if entry["kind"] != data["kind"]]

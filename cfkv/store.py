@@ -196,7 +196,17 @@ def scan(run: Path, table: Table, value: str | None = None) -> pl.LazyFrame:
         paths = list(part_paths(run, table, value).values())
     if not paths:
         return pl.from_arrow(table.schema.empty_table()).lazy()  # type: ignore[union-attr]
-    versions = {schemas.check_version(table, footer(path, table), str(path)) for path in paths}
+    footers = {path: footer(path, table) for path in paths}
+    for place in {path.parent for path in paths}:
+        marks = {
+            found.get(schemas.FINGERPRINT_KEY) for path, found in footers.items() if path.parent == place
+        }
+        if len(marks) > 1:
+            raise CfkvError(
+                f"{place} holds parts of {len(marks)} configurations, as an interrupted --overwrite leaves them; "
+                "run that command again to finish it"
+            )
+    versions = {schemas.check_version(table, found, str(path)) for path, found in footers.items()}
     if versions == {table.version}:
         return pl.scan_parquet(paths, hive_partitioning=False, missing_columns="insert")
     frames = [pl.from_arrow(read_part(path, table)) for path in paths]

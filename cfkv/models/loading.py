@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -107,7 +108,7 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
     threads = execution.threads or (1 if shape.hidden_size < SINGLE_THREAD_HIDDEN else None)
     if threads is not None and device.type == "cpu":
         torch.set_num_threads(threads)
-    revision = source.revision or getattr(model.config, "_commit_hash", None) or "unknown"
+    revision = _commit(source) if source.kind == "hub" else source.revision or "unknown"
     return LoadedModel(
         name=source.name,
         revision=revision,
@@ -137,6 +138,12 @@ def model_shape(model: nn.Module) -> ModelShape:
         layer_types=tuple(compat.layer_types(config)),
         shared_layers=getattr(config, "num_kv_shared_layers", None) or 0,
     )
+
+
+def _commit(source: ModelSource) -> str:
+    """The commit that a hub id and revision were resolved to: the name of the snapshot folder it was read from."""
+    found = try_to_load_from_cache(source.place, "config.json", revision=source.revision or "main")
+    return Path(found).parent.name if isinstance(found, str) else source.revision or "unknown"
 
 
 def _dtype(config: ModelConfig, device: torch.device) -> Any:

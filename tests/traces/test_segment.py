@@ -199,5 +199,10 @@ def test_a_token_that_ends_the_boundary_and_opens_the_box() -> None:
     r"""`>\` holds the last character of `</think>` and the first of `\boxed{4}`: the rest is answer prefix."""
     tokenizer = Pieces("question", "2+2", "</think", ">\\", "boxed{", "4", "}", " bye")
     spans = segment(tokenizer, [0, 1, 2, 3, 4, 5, 6, 7], 1)
-    assert (spans.reasoning_start, spans.reasoning_stop, spans.answer_start, spans.answer_stop) == (1, 2, 4, 7)
+    assert (spans.reasoning_start, spans.reasoning_stop, spans.answer_start, spans.answer_stop) == (
+        1,
+        2,
+        4,
+        7,
+    )
     assert (spans.boundary, spans.answer_prefix) == ("think_end", "\\")
