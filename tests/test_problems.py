@@ -141,8 +141,16 @@ def test_a_missing_or_wrong_field_is_named(source: str, write: Write) -> None:
     path = write(ROWS[source], without)
     have = ", ".join(sorted(without))
     assert refusal(source, path) == f"{path} line 2 has no field 'answer'; its fields: {have}"
-    path = write({**ROWS[source], "answer": 5})
-    assert refusal(source, path) == f"{path} line 1: field 'answer' is int (5), not a string"
+    path = write({**ROWS[source], "answer": 5.5})
+    assert refusal(source, path) == f"{path} line 1: field 'answer' is float (5.5), not a string"
+
+
+@pytest.mark.parametrize("source", ["aime", "jsonl"])
+def test_a_whole_number_is_an_answer(source: str, write: Write) -> None:
+    """Many files store answers so; true and false are not numbers."""
+    assert load(source, write({**ROWS[source], "answer": 204}))[0].answer == "204"
+    path = write({**ROWS[source], "answer": True})
+    assert refusal(source, path) == f"{path} line 1: field 'answer' is bool (True), not a string"
 
 
 def test_other_field_messages(write: Write, tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def optional_text(record: Mapping[str, Any], names: str | Sequence[str], place: 
     return None
 
 
+def answer_field(record: Mapping[str, Any], names: str | Sequence[str], place: str) -> str:
+    """As `text_field`; a whole number is taken as its digits, since many files store answers so."""
+    for name in [names] if isinstance(names, str) else names:
+        value = record.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+    return text_field(record, names, place)
+
+
 def record_id(record: Mapping[str, Any], number: int, default: str, place: str) -> str:
     """The field `problem_id` or `id` as text (integers are fine), or the default with the row's number."""
     for name in ("problem_id", "id", "unique_id"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cfkv.problems._base import Problem, ProblemSource, problem_sources
-from cfkv.problems._files import needed_path, optional_text, read_records, record_id, text_field
+from cfkv.problems._files import answer_field, needed_path, optional_text, read_records, record_id, text_field
 
 
 @problem_sources.register
@@ -25,6 +25,6 @@ class Jsonl(ProblemSource):
             yield Problem(
                 problem_id=record_id(record, number, "problem", place),
                 question=text_field(record, ("question", "problem"), place),
-                answer=text_field(record, "answer", place),
+                answer=answer_field(record, "answer", place),
                 solution=optional_text(record, "solution", place),
             )

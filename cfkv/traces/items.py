@@ -11,7 +11,7 @@ from typing import Any
 from cfkv.config import TraceConfig
 from cfkv.errors import CfkvError
 from cfkv.problems._base import problem_sources
-from cfkv.problems._files import needed_path, optional_text, read_records, record_id, text_field
+from cfkv.problems._files import answer_field, needed_path, optional_text, read_records, record_id
 
 RESPONSE_FIELDS = ("response", "response_token_ids")
 
@@ -94,7 +94,7 @@ def _imported(config: TraceConfig) -> Iterator[TraceItem]:
             problem_id=record_id(record, number, "trace", place),
             sample_index=index,
             question=question or "",
-            reference_answer=text_field(record, ("answer", "reference_answer"), place),
+            reference_answer=answer_field(record, ("answer", "reference_answer"), place),
             prompt=prompt_ids if prompt_ids is not None else prompt,
             response=response_ids if response_ids is not None else response,
             finish_reason=optional_text(record, "finish_reason", place) or "imported",
