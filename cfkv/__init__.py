@@ -21,6 +21,10 @@ def _version() -> str:
 __version__ = _version()
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Loading tables needs polars; importing cfkv does not.
     if name in ("load", "RunTables"):

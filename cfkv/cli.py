@@ -56,7 +56,12 @@ def quickstart(
     directory: Directory = Path("runs/quickstart"), /, *, execution: ExecutionFlags = Execution()
 ) -> int:
     """Run every stage on the built-in model; prints where the report is."""
-    return _run_recipe(quickstart_recipe(), directory, execution)
+    code = _run_recipe(quickstart_recipe(), directory, execution)
+    if code == DONE and not execution.dry_run and (directory / "report.html").exists():
+        from cfkv.truth import print_truth
+
+        print_truth(directory)
+    return code
 
 
 def quickstart_recipe() -> Recipe:
@@ -71,7 +76,7 @@ def quickstart_recipe() -> Recipe:
 def run(
     recipe: Annotated[Path, Parameter(help="YAML recipe; see pipelines/.")],
     directory: Annotated[
-        Path | None, Parameter(help="Run directory; default runs/<name of the recipe>.")
+        Path | None, Parameter(help="Run directory; default runs/NAME for NAME.yaml.")
     ] = None,
     /,
     *,
@@ -139,7 +144,7 @@ def correlate(
         bool, Parameter(help="Replace correlations made with another configuration.")
     ] = False,
 ) -> int:
-    """Hold signals against labels; prints where each signal is surest."""
+    """Hold signals against labels; prints each signal at its strongest."""
     execution = Execution(overwrite=overwrite)
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
@@ -157,7 +162,7 @@ def report(
 
 
 @app.command(name="ls")
-def list_members(family: str, /) -> int:
+def list_members(family: Annotated[str, Parameter(help="signals, labels, problems or models.")], /) -> int:
     """List what can be named: signals, labels, problems or models."""
     from cfkv.listing import print_family
 
@@ -166,11 +171,18 @@ def list_members(family: str, /) -> int:
 
 
 @app.command
-def doctor(*, model: ModelFlags = ModelConfig(), execution: ExecutionFlags = Execution()) -> int:
+def doctor(
+    *,
+    model: ModelFlags = ModelConfig(),
+    device: Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    device_map: Annotated[
+        str | None, Parameter(help="auto: spread the model over this machine's GPUs.")
+    ] = None,
+) -> int:
     """Check what a model can do here."""
     from cfkv.doctor import examine
 
-    return DONE if examine(model, execution) else ITEMS_FAILED
+    return DONE if examine(model, Execution(device=device, device_map=device_map)) else ITEMS_FAILED
 
 
 def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:

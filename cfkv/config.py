@@ -57,7 +57,7 @@ class TraceConfig(Config):
     mode: Literal["generate", "worked_solution", "import"] = Field(
         "generate",
         description="generate: the model writes everything. worked_solution: the dataset's solution is placed "
-        "inside <think> and the model restates the answer. import: responses from --path.",
+        "in the think block and the model restates the answer. import: responses from --path.",
     )
     limit: int | None = Field(None, ge=1, description="Use only the first N problems.")
     min_reasoning: int = Field(

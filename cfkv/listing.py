@@ -114,7 +114,7 @@ def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
         ", ".join(f"{count} {status}" for status, count in sorted(result.statuses.items())) or "no items"
     )
     share = ", this process's share" if shared else ""
-    print(f"{result.name}: {statuses} ({parts}{share})")
+    print(f"{result.name}: {statuses} ({parts}{share}){result.note}")
     if result.failed:
         print(f"  failed items carry their reason: cfkv.load({str(run.path)!r}), column `reason`")
 

@@ -63,6 +63,7 @@ class StageResult:
     statuses: Counter[str] = field(default_factory=Counter)
     parts_written: int = 0
     parts_found: int = 0
+    note: str = ""  # what a person should know beside the counts
 
     @property
     def failed(self) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SIGNIFICANCE = 0.05
+LAYER_NAMES = {None: "no layer", -1: "emb"}
 COMBINATION = ("kind", "signal", "layer", "smoothing", "control")
 
 
@@ -50,11 +51,12 @@ def strongest(frame: pl.DataFrame, n: int, measure: str = "spearman_within") -> 
 
 
 def correlation_table(frame: pl.DataFrame) -> Table:
-    """One entry per label kind and signal, at the layer and smoothing where it is surest (smallest p).
+    """One entry per label kind and signal, at the layer and smoothing with the largest |rho|.
 
-    Surest, not largest: a smoothing that leaves a few independent values per trace gives large correlations
-    by chance. The p-value is that of rho within traces, adjusted over all signals, layers and smoothings of
-    the label kind, so that it bears the choice. A signal without any estimate has an entry that says why.
+    Rows with an adjusted p below .05 come first in that choice: on a few short traces, long smoothings give
+    large correlations by chance. The p-value is that of rho within traces, adjusted over all signals, layers
+    and smoothings of the label kind, so that it bears the choice. A signal without any estimate has an entry
+    that says why.
 
     Parameters
     ----------
@@ -64,7 +66,7 @@ def correlation_table(frame: pl.DataFrame) -> Table:
     Returns
     -------
     rich.table.Table
-        Sorted by kind, then surest signal first; fits 80 columns.
+        Sorted by kind, then strongest signal first; fits 80 columns.
     """
     from rich import box
     from rich.table import Table
@@ -72,16 +74,17 @@ def correlation_table(frame: pl.DataFrame) -> Table:
     level = 100 * float(frame["level"][0]) if frame.height else 95.0
     n_tests = frame.filter(pl.col("measure") == "spearman_within").height
     table = Table(
-        title="Signals against labels, each at its surest layer and smoothing",
+        title="Signals against labels, each at its strongest layer and smoothing",
         caption=f"rho: Spearman within traces, averaged over traces. Brackets: {level:g} % intervals. "
         "Adjusted p: of rho, Benjamini-Hochberg over all tests of a label "
         f"({n_tests:,} over all labels here). The best of many is flattered.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         leading=1,
+        show_edge=False,
     )
     table.add_column("signal\nlabel", no_wrap=True)
-    table.add_column("layer\nsmoothing", overflow="fold")
+    table.add_column("layer\nsmoothing", no_wrap=True)
     for heading in ("rho", "AUROC", "adjusted p", "traces\ntokens"):
         table.add_column(
             heading, justify="right", overflow="fold", min_width=len("[+.00, +.00]") * (heading == "rho")
@@ -89,9 +92,9 @@ def correlation_table(frame: pl.DataFrame) -> Table:
     areas = {
         _combination(row): row for row in frame.filter(pl.col("measure") == "auroc").iter_rows(named=True)
     }
-    for row in _surest_rows(frame):
+    for row in _strongest_rows(frame):
         name = f"{row['signal']}\n{row['kind']}"
-        place = f"{'no layer' if row['layer'] is None else row['layer']}\n{row['smoothing']}"
+        place = f"{LAYER_NAMES.get(row['layer'], row['layer'])}\n{row['smoothing']}"
         area = areas.get(_combination(row))
         counts = f"{row['n_traces']:,}\n{row['n_tokens']:,}"
         place = "-" if math.isnan(row["estimate"]) else place
@@ -225,18 +228,18 @@ def _the_kind(token_labels: pl.DataFrame, kind: str | None) -> str:
     return kind
 
 
-def _surest_rows(frame: pl.DataFrame) -> list[dict[str, Any]]:
-    """One within-trace row per (kind, signal): the smallest p, then the largest |rho|; NaN comes last."""
+def _strongest_rows(frame: pl.DataFrame) -> list[dict[str, Any]]:
+    """One within-trace row per (kind, signal): significant before not, then the largest |rho|; NaN comes last."""
     within = frame.filter(pl.col("measure") == "spearman_within").with_columns(
-        pl.col("pvalue").fill_nan(2.0).alias("doubt"),
+        (pl.col("adjusted_pvalue").fill_nan(2.0) >= SIGNIFICANCE).alias("doubtful"),
         pl.col("estimate").abs().fill_nan(-1.0).alias("strength"),
     )
-    surest = (
-        within.sort("doubt", "strength", *COMBINATION, descending=[False, True] + 5 * [False])
+    strongest_first = (
+        within.sort("doubtful", "strength", *COMBINATION, descending=[False, True] + 5 * [False])
         .unique(("kind", "signal"), keep="first", maintain_order=True)
-        .sort("kind", "doubt", "strength", "signal", descending=[False, False, True, False])
+        .sort("kind", "doubtful", "strength", "signal", descending=[False, False, True, False])
     )
-    return surest.to_dicts()
+    return strongest_first.to_dicts()
 
 
 def _combination(row: Mapping[str, Any]) -> tuple[Any, ...]:

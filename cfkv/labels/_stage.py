@@ -81,8 +81,8 @@ def run_label(
         mark=mark,
         items_of_part=lambda index: items_in_part(traces, index),
     )
-    if not result.statuses and not run.missing_parts("trace"):
-        refuse_no_correct(run)
+    if not run.missing_parts("trace"):
+        result.note = note_on_traces(run, result)
     return result
 
 
@@ -98,8 +98,14 @@ def failure(row: dict[str, Any], kind: str, status: str, reason: str) -> dict[st
     }
 
 
-def refuse_no_correct(run: Run) -> None:
-    """Raise CfkvError if all traces are there and none is correct."""
+def note_on_traces(run: Run, result: StageResult) -> str:
+    """How many traces were left out for their answer, and where a reason for exclusions is.
+
+    Raises
+    ------
+    CfkvError
+        If no trace at all is correct.
+    """
     frame = store.scan(run.path, TRACES).select("status", "correct").collect()
     ok = frame.filter(frame["status"] == "ok")
     if ok["correct"].sum() == 0:
@@ -108,3 +114,10 @@ def refuse_no_correct(run: Run) -> None:
             "traces can be labelled; look at `answer` and `reference_answer` in the traces table, and at the "
             "model, --answer-match or --max-new-tokens"
         )
+    notes = []
+    incorrect = len(ok) - int(ok["correct"].sum())
+    if incorrect:
+        notes.append(f"not labelled, since the answer is wrong: {incorrect}")
+    if result.statuses["excluded"]:
+        notes.append("excluded: the answer from the unmodified context differs, see `reason` in token_labels")
+    return "".join(f"\n  {note}" for note in notes)

@@ -11,6 +11,7 @@ import polars as pl
 from cfkv.analysis.summary import label_counts
 from cfkv.config import ReportConfig, canonical_json
 from cfkv.report.counts import count_traces, count_windows, failure_rows, label_kinds
+from cfkv.report.meanings import MEANINGS
 from cfkv.report.svg import inline_svg
 from cfkv.report.tables import TOP_ROWS, correlation_table, significance_sentence
 from cfkv.report.text import MEASURES, count, number, percent, slug, span
@@ -108,6 +109,7 @@ def _section(
     return {
         "kind": kind,
         "id": slug(kind),
+        "meaning": MEANINGS.get(kind),
         "labels": label_counts(traces, token_labels, windows, kind) if labelled else None,
         "windows": count_windows(windows, kind),
         "bands": plots.get(f"bands-{slug(kind)}"),

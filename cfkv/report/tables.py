@@ -57,15 +57,16 @@ def _cell(row: dict[str, Any] | None) -> Cell | None:
 def correlation_table(correlations: pl.DataFrame, kind: str, *, top: int | None = None) -> list[Row]:
     """Rows for one label kind, in table order.
 
-    With `top`, only that many rows of each signal: those with the largest |estimate| of within-trace rho.
+    With `top`, only that many rows of each signal: those with the largest |estimate| of within-trace rho,
+    significant ones before the others.
     """
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in correlations.filter(pl.col("kind") == kind).iter_rows(named=True):
         found.setdefault(tuple(row[name] for name in _KEY), {})[row["measure"]] = row
-    by_signal: dict[str, list[tuple[float, Row]]] = {}
+    by_signal: dict[str, list[tuple[bool, float, Row]]] = {}
     for (signal, layer, smoothing, control), measures in found.items():
-        within = measures.get("spearman_within", {}).get("estimate")
-        strength = abs(within) if within is not None and known(within) else -1.0
+        within = measures.get("spearman_within", {"estimate": None, "adjusted_pvalue": None})
+        strength = abs(within["estimate"]) if known(within["estimate"]) else -1.0
         made = Row(
             signal=signal,
             layer=layer_name(layer),
@@ -74,14 +75,14 @@ def correlation_table(correlations: pl.DataFrame, kind: str, *, top: int | None 
             n_traces=span(row["n_traces"] for row in measures.values()),
             n_tokens=span(row["n_tokens"] for row in measures.values()),
         )
-        by_signal.setdefault(signal, []).append((strength, made))
+        by_signal.setdefault(signal, []).append((significant(within["adjusted_pvalue"]), strength, made))
     rows: list[Row] = []
     for ranked in by_signal.values():
         if top is not None:
-            ranked = sorted(ranked, key=lambda pair: -pair[0])
+            ranked = sorted(ranked, key=lambda entry: entry[:2], reverse=True)
             # A signal without any estimate has one row, for its reason.
-            ranked = [pair for pair in ranked if pair[0] >= 0][:top] or ranked[:1]
-        rows += [row for _, row in ranked]
+            ranked = [entry for entry in ranked if entry[1] >= 0][:top] or ranked[:1]
+        rows += [row for _, _, row in ranked]
     return rows
 
 

@@ -19,6 +19,8 @@ from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
 from cfkv.traces.segment import Spans, answer_length, segment
 
 Row = dict[str, Any]
+# Above this share of unknown tokens a text was written for another vocabulary.
+MAX_UNKNOWN_SHARE = 0.05
 
 
 class TraceWriter:
@@ -113,6 +115,15 @@ class TraceWriter:
             )
         if not prompt:
             raise ItemError("empty_prompt", "the prompt has no tokens")
+        unknown = (
+            token_ids.count(self.tokenizer.unk_token_id) if self.tokenizer.unk_token_id is not None else 0
+        )
+        if isinstance(item.response, str) and unknown > len(token_ids) * MAX_UNKNOWN_SHARE:
+            raise ItemError(
+                "unknown_words",
+                f"{unknown} of {len(token_ids)} tokens are unknown to {self.loaded.name}; name the model that wrote "
+                "the trace with --model",
+            )
         spans = segment(self.tokenizer, token_ids, len(prompt))
         self._check_length(len(token_ids))
         logprobs = self._logprobs(token_ids, len(prompt))
