@@ -7,7 +7,7 @@ argmax repeats the draft needs no decoding: greedy decoding would have written j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +83,7 @@ class Replay:
 
     @torch.inference_mode()
     def fast(self, contexts: Sequence[Sequence[int]], shared: Sequence[int]) -> list[Replayed]:
-        """Replay contexts of equal length, in order.
+        """Replay contexts in order; neighbours of equal length are batched.
 
         Parameters
         ----------
@@ -94,12 +94,74 @@ class Replay:
         """
         results: list[Replayed] = []
         base = compat.new_cache()
-        for start in range(0, len(contexts), self.batch_size):
-            batch = contexts[start : start + self.batch_size]
-            common = min(min(shared[start : start + self.batch_size]), len(batch[0]) - 1)
+        for start, stop in self._batches(contexts):
+            batch = contexts[start:stop]
+            common = min(min(shared[start:stop]), len(batch[0]) - 1)
             base = self._extend(base, batch[0], common)
             results += self._batch(batch, base)
         return results
+
+    def _batches(self, contexts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        start = 0
+        while start < len(contexts):
+            stop = start + 1
+            while stop < min(start + self.batch_size, len(contexts)) and len(contexts[stop]) == len(
+                contexts[start]
+            ):
+                stop += 1
+            yield start, stop
+            start = stop
+
+    @torch.inference_mode()
+    def masked(self, context: Sequence[int], start: int, hidden: Sequence[tuple[int, int]]) -> list[Replayed]:
+        """Replay the unmodified context with cached entries hidden from all tokens from `start` on.
+
+        Parameters
+        ----------
+        start : int
+            Tokens before it have read the whole context; 1 <= start < len(context).
+        hidden : sequence of (start, stop)
+            One half-open span of entries per replay, all before `start`; an empty one hides nothing.
+        """
+        base = self._extend(compat.new_cache(), context, start)
+        results: list[Replayed] = []
+        for first in range(0, len(hidden), self.batch_size):
+            spans = hidden[first : first + self.batch_size]
+            mask = torch.ones(
+                len(spans), len(context) + len(self.draft), dtype=torch.long, device=self.loaded.device
+            )
+            for row, (low, high) in enumerate(spans):
+                mask[row, low:high] = 0
+            results += self._batch([context] * len(spans), base, mask)
+        return results
+
+    @torch.inference_mode()
+    def literal_masked(self, context: Sequence[int], start: int, hidden: tuple[int, int]) -> Replayed:
+        """As `masked`, for one span: prefill, then token by token, the original answer in a pass of its own."""
+        ids = torch.tensor([list(context)], device=self.loaded.device)
+        mask = torch.ones(1, len(context), dtype=torch.long, device=self.loaded.device)
+        mask[0, hidden[0] : hidden[1]] = 0
+        cache = self._extend(compat.new_cache(), context, start)
+        logits = compat.forward(self.loaded.model, ids[:, start:], cache, attention_mask=mask)[:, -1]
+        forced = compat.map_cache(cache)
+        generation = decode_greedy(
+            self.loaded,
+            cache,
+            logits,
+            next_positions=torch.tensor([len(context)], device=self.loaded.device),
+            max_new_tokens=[self.room(len(context))],
+            stops=[answer_stop(self.loaded, self.prefix)],
+            mask=mask,
+        )[0]
+        total = 0.0
+        for token in self.draft:
+            total -= float(logits[0].log_softmax(dim=-1)[token])
+            mask = torch.cat([mask, mask.new_ones(1, 1)], dim=1)
+            step = torch.tensor([[token]], device=self.loaded.device)
+            logits = compat.forward(self.loaded.model, step, forced, attention_mask=mask)[:, -1]
+        ids_found = generation.token_ids
+        agreed = _agreement(ids_found, self.draft)
+        return self._result(ids_found, total / len(self.draft), generation.min_margin, agreed, len(ids_found))
 
     def _extend(self, base: compat.DynamicCache, context: Sequence[int], length: int) -> compat.DynamicCache:
         held = compat.cache_length(base)
@@ -110,14 +172,16 @@ class Replay:
             compat.forward(self.loaded.model, piece, base, logits_to_keep=1)
         return base
 
-    def _batch(self, contexts: Sequence[Sequence[int]], base: compat.DynamicCache) -> list[Replayed]:
+    def _batch(
+        self, contexts: Sequence[Sequence[int]], base: compat.DynamicCache, mask: Tensor | None = None
+    ) -> list[Replayed]:
         held, length = compat.cache_length(base), len(contexts[0])
         draft = list(self.draft)
         rows = torch.tensor(
             [[*context[held:], *draft[:-1]] for context in contexts], device=self.loaded.device
         )
         cache = compat.expand_cache(base, len(contexts))
-        logits = self._forward(rows, cache, keep=len(draft))
+        logits = self._forward(rows, cache, mask, keep=len(draft))
         targets = torch.tensor(draft, device=self.loaded.device)
         nll = (logits.logsumexp(dim=-1) - logits[:, torch.arange(len(draft)), targets]).mean(dim=-1)
         agrees = logits.argmax(dim=-1) == targets
@@ -132,28 +196,28 @@ class Replay:
         found: dict[int, Replayed] = {}
         rejected = [row for row in range(len(contexts)) if not bool(keeps[row])]
         if rejected:
-            found = self._decode(cache, logits, rejected, length, nll)
+            found = self._decode(cache, logits, mask, rejected, length, nll)
         for row in range(len(contexts)):
             if row not in found:
                 found[row] = self._result(draft, float(nll[row]), float(margins[row]), len(draft), 0)
         return [found[row] for row in range(len(contexts))]
 
-    def _forward(self, rows: Tensor, cache: compat.DynamicCache, keep: int) -> Tensor:
+    def _forward(self, rows: Tensor, cache: compat.DynamicCache, mask: Tensor | None, keep: int) -> Tensor:
         """Logits of the last `keep` columns, forwarded by chunks that end before them."""
-        body = rows.shape[1] - keep
+        held, body = compat.cache_length(cache), rows.shape[1] - keep
         for first in range(0, body, self.chunk_size):
-            compat.forward(
-                self.loaded.model,
-                rows[:, first : min(first + self.chunk_size, body)],
-                cache,
-                logits_to_keep=1,
-            )
-        return compat.forward(self.loaded.model, rows[:, body:], cache)
+            stop = min(first + self.chunk_size, body)
+            seen = None if mask is None else mask[:, : held + stop]
+            piece = rows[:, first:stop]
+            compat.forward(self.loaded.model, piece, cache, attention_mask=seen, logits_to_keep=1)
+        seen = None if mask is None else mask[:, : held + rows.shape[1]]
+        return compat.forward(self.loaded.model, rows[:, body:], cache, attention_mask=seen)
 
     def _decode(
         self,
         cache: compat.DynamicCache,
         logits: Tensor,
+        mask: Tensor | None,
         rows: list[int],
         length: int,
         nll: Tensor,
@@ -166,6 +230,7 @@ class Replay:
             next_positions=torch.full((len(rows),), length, device=self.loaded.device),
             max_new_tokens=[self.room(length)] * len(rows),
             stops=[answer_stop(self.loaded, self.prefix) for _ in rows],
+            mask=None if mask is None else mask[chosen, :length],
         )
         return {
             row: self._result(
