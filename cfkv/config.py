@@ -94,8 +94,8 @@ class LabelConfig(Config):
     stride: int = Field(16, ge=1, description="Tokens between the starts of windows.")
     replacement: str = Field(
         "auto",
-        description="Token put in place of a window's tokens: pad, eos, reserved (a special token that nothing "
-        "uses), or a token id. auto: pad if it is a token of its own, else reserved. Beware: R1-style "
+        description="For occlusion, the token put in place of a window's tokens: pad, eos, reserved (a special one "
+        "that nothing uses), or a token id. auto: pad if it is a token of its own, else reserved. Beware: R1-style "
         "tokenizers reuse the end-of-text token as pad, which ends the text inside the context.",
     )
     max_new_tokens: int = Field(512, ge=1, description="Cap on a regenerated answer.")

@@ -239,7 +239,9 @@ def _strongest_rows(frame: pl.DataFrame) -> list[dict[str, Any]]:
         .unique(("kind", "signal"), keep="first", maintain_order=True)
         .sort("kind", "doubtful", "strength", "signal", descending=[False, False, True, False])
     )
-    return strongest_first.to_dicts()
+    # A kind that has no estimate at all has one row, for its reason.
+    barren = pl.col("strength").max().over("kind") < 0
+    return strongest_first.filter(~barren | (pl.int_range(pl.len()).over("kind") == 0)).to_dicts()
 
 
 def _combination(row: Mapping[str, Any]) -> tuple[Any, ...]:

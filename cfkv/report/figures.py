@@ -41,12 +41,12 @@ def svg_text(figure: Figure) -> str:
 
 
 def draw_figures(correlations: pl.DataFrame, *, measure: str = "spearman_within") -> dict[str, Figure]:
-    """Every figure by its name, `bands-KIND` and `auroc-KIND` for each label kind in the table."""
+    """Every figure by its name, `bands-KIND` and `auroc-KIND`, for each label kind that has an estimate."""
     figures: dict[str, Figure] = {}
     for kind in correlations["kind"].unique(maintain_order=True):
-        if len(band_rows(correlations, kind, measure=measure)):
+        if band_rows(correlations, kind, measure=measure)["estimate"].is_finite().any():
             figures[f"bands-{slug(kind)}"] = band_figure(correlations, kind, measure=measure)
-        if len(auroc_rows(correlations, kind)):
+        if auroc_rows(correlations, kind)["estimate"].is_finite().any():
             figures[f"auroc-{slug(kind)}"] = auroc_figure(correlations, kind)
     return figures
 

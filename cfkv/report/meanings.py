@@ -10,4 +10,10 @@ _ENDS = (
 MEANINGS = {
     "occlusion": "Occlusion: the tokens of one window are replaced by a token that says nothing, and the model writes "
     f"its answer again. {_ENDS}",
+    "knockout": "Knockout: the cached entries of one window are hidden from the end of the reasoning on, as an evictor "
+    f"would leave them, and the model writes its answer again. {_ENDS}",
+    "truncation": "Truncation: the reasoning is cut before a window and closed there, and the model writes its answer "
+    f"again. The label tracks position, since early cuts remove almost everything. {_ENDS}",
+    "null": "Null: the shapes of occlusion with nothing replaced. What it shows is rounding: the floor under which "
+    "no other label means anything.",
 }
