@@ -5,6 +5,7 @@ Nothing heavy is imported before a command needs it, so that `cfkv --help` answe
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -189,7 +190,7 @@ def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:
     """Defaults < what the directory or the recipe says < flags that were given."""
     from cfkv.manifest import Manifest
 
-    base = load_recipe(recipe) if recipe is not None else Manifest(directory).recipe()
+    base = load_recipe(recipe) if recipe is not None else Manifest(directory.expanduser()).recipe()
     changed: dict[str, Any] = {}
     for section, given in flags.items():
         values = {name: getattr(given, name) for name in given.model_fields_set}
@@ -211,6 +212,7 @@ def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
 def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Sequence[str]) -> int:
     from cfkv.session import Session
 
+    directory = directory.expanduser()
     session = Session.open(directory, recipe, execution)
     session.check_names(stages)
     if execution.dry_run:
@@ -258,6 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     # Read by OpenMP when torch loads: idle threads sleep. Spinning ones starve a busy or shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
     sys.exit(_guarded(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -268,6 +273,11 @@ def _guarded(arguments: list[str]) -> int:
         return _complain(str(error))
     except CycloptsError as error:
         return _complain(_usage(error))
+    except OSError as error:
+        place = f" {error.filename}" if error.filename else ""
+        return _complain(
+            f"{error.strerror or error}:{place}; what was written stays, the same command continues"
+        )
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
         return 130

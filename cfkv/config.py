@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cfkv.errors import CfkvError, unknown_name
 
@@ -59,7 +59,7 @@ class TraceConfig(Config):
         description="generate: the model writes everything. worked_solution: the dataset's solution is placed "
         "in the think block and the model restates the answer. import: responses from --path.",
     )
-    limit: int | None = Field(None, ge=1, description="Use only the first N problems.")
+    limit: int | None = Field(None, ge=1, le=2**31 - 1, description="Use only the first N problems.")
     min_reasoning: int = Field(
         1, ge=0, description="Fail traces whose reasoning has fewer tokens than this (counted as `skipped`)."
     )
@@ -99,6 +99,12 @@ class LabelConfig(Config):
         "tokenizers reuse the end-of-text token as pad, which ends the text inside the context.",
     )
     max_new_tokens: int = Field(512, ge=1, description="Cap on a regenerated answer.")
+
+    @field_validator("replacement", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
     answer_match: Literal["exact", "math"] = Field(
         "exact", description="When two answers are the same: normalised string, or math-verify."
     )
@@ -193,6 +199,8 @@ def load_recipe(path: Path) -> Recipe:
         raise CfkvError(f"recipe {str(path)!r} does not exist; recipes are YAML files, see pipelines/")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise CfkvError(f"recipe {path} is not readable YAML: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

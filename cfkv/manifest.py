@@ -15,7 +15,7 @@ import yaml
 from filelock import FileLock
 
 from cfkv import __version__
-from cfkv.config import Config, Recipe, parse_recipe
+from cfkv.config import Config, Recipe, load_recipe
 from cfkv.errors import CfkvError
 
 MANIFEST_VERSION = 1
@@ -112,7 +112,7 @@ class Manifest:
         path = self.run / "config.yaml"
         if not path.exists():
             return Recipe()
-        return parse_recipe(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, str(path))
+        return load_recipe(path)
 
     def record_config(self, section: str, config: Config) -> None:
         """Put a stage's resolved configuration into config.yaml (a label joins the list by its kind)."""
@@ -120,7 +120,8 @@ class Manifest:
         path = self.run / "config.yaml"
         with FileLock(self.run / ".lock"):
             # Read as a recipe first: the file is a person's to edit, and a broken one must not be built upon.
-            content = self.recipe().model_dump(mode="json", exclude_unset=True) if path.exists() else {}
+            recipe = self.recipe()
+            content = recipe.model_dump(mode="json", include=recipe.model_fields_set)
             data = config.model_dump(mode="json")
             if section == "label":
                 others = [entry for entry in content.get("label", []) if entry["kind"] != data["kind"]]

@@ -18,6 +18,7 @@ from cfkv.signals._stage import groups
 from cfkv.stage import Run
 from cfkv.traces.items import TraceItem, trace_items
 from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
+from cfkv.traces.stage import trace_identity
 
 # Measured on Parquet parts: bytes per token of a traces row, per window, and per signal value.
 TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES = 12.0, 40.0, 2.3
@@ -68,7 +69,9 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
 
 def _lengths(recipe: Recipe, directory: Path) -> tuple[list[_Length], bool]:
     run = Run(directory)
-    if run.manifest.stage("trace") is not None and not run.missing_parts("trace"):
+    record = run.manifest.stage("trace")
+    same = record is not None and record["identity"]["config"]["trace"] == trace_identity(recipe.trace)
+    if same and not run.missing_parts("trace"):
         frame = store.scan(directory, TRACES).collect()
         rows = frame.filter(frame["status"] == "ok").to_dicts()
         return [_from_row(row) for row in rows], True

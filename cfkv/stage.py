@@ -6,6 +6,7 @@ and the fingerprints upstream, so that a table can never quietly mix two setting
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -25,8 +26,9 @@ from cfkv.schemas import NOT_FAILURES, TABLES, Table
 from cfkv.store import PartState
 from cfkv.workers import Workers
 
-POLL_SECONDS = 0.5
+POLL_SECONDS, SAY_SECONDS = 0.5, 5.0
 STALL_SECONDS = 1800.0
+RECORD_KEYS = frozenset({"fingerprint", "identity", "n_parts", "n_items", "outputs"})
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Run:
         CfkvError
             If the stage was not run, or was run on an earlier version of what it reads.
         """
-        record = self.manifest.stage(name)
+        record = self._record(name)
         command = f"cfkv {name.partition(':')[0]} {self.path}"
         if record is None:
             raise CfkvError(f"{self.path} has no {name!r} stage yet; run `{command}` first")
@@ -103,6 +105,16 @@ class Run:
                     f"{self.path}: stage {name!r} was made from {upstream} {used}, but that stage is now "
                     f"{current}; run `{command} --overwrite`"
                 )
+        return record
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        """A stage's record, or None; a mangled one is refused."""
+        record = self.manifest.stage(name)
+        if record is not None and (not isinstance(record, dict) or not record.keys() >= RECORD_KEYS):
+            raise CfkvError(
+                f"{self.manifest.path}: the record of stage {name!r} lacks some of {', '.join(sorted(RECORD_KEYS))}; "
+                "restore the file, or use another directory"
+            )
         return record
 
     def identity(self, stage: Stage) -> dict[str, Any]:
@@ -126,7 +138,7 @@ class Run:
         """
         identity = self.identity(stage)
         mark = fingerprint({"stage": stage.name, **identity})
-        record = self.manifest.stage(stage.name)
+        record = self._record(stage.name)
         if record is not None and record["fingerprint"] != mark and not overwrite:
             lines = "\n  ".join(differences(record["identity"], identity))
             raise CfkvError(
@@ -184,7 +196,7 @@ class Run:
         CfkvError
             If parts are missing and nobody is expected to write them, or nobody did.
         """
-        seen, since = None, time.monotonic()
+        seen, since, said = None, time.monotonic(), False
         pause = threading.Event()
         while True:
             missing = self.missing_parts(name, parts)
@@ -197,6 +209,12 @@ class Run:
                 raise CfkvError(
                     f"{self.path}: {len(missing)} of {total} parts of stage {name!r} are missing (first: "
                     f"{missing[0]}); run `cfkv {name.partition(':')[0]} {self.path}` to finish it"
+                )
+            if not said and time.monotonic() - since > SAY_SECONDS:
+                said = True
+                print(
+                    f"waiting for {len(missing)} parts of {name!r} that other processes write",
+                    file=sys.stderr,
                 )
             pause.wait(POLL_SECONDS)
 

@@ -174,10 +174,33 @@ def part_state(run: Path, table: Table, value: str | None, index: int, fingerpri
 def read_part(path: Path, table: Table, columns: Sequence[str] | None = None) -> pa.Table:
     """One part, lifted to the current schema version."""
     version = schemas.check_version(table, footer(path, table), str(path))
-    content = pq.ParquetFile(path).read(columns=list(columns) if columns else None)
+    try:
+        content = pq.ParquetFile(path).read(columns=list(columns) if columns else None)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise damaged(path) from error
     for old in range(version, table.version):
         content = schemas.MIGRATIONS[table.name, old](content)
     return content
+
+
+def damaged(path: Path) -> CfkvError:
+    """The error for a part whose footer is whole and whose content is not."""
+    return CfkvError(
+        f"{path} is damaged inside; delete it and run the stage that wrote it again: it redoes that part"
+    )
+
+
+def collect(run: Path, table: Table, value: str | None = None) -> pl.DataFrame:
+    """`scan`, read into memory; a damaged part is named."""
+    import polars as pl
+
+    try:
+        return scan(run, table, value).collect()
+    except pl.exceptions.ComputeError as error:
+        values = [value] if value is not None or table.partition is None else partition_values(run, table)
+        for path in [path for found in values for path in part_paths(run, table, found).values()]:
+            read_part(path, table)
+        raise CfkvError(f"the parts of {table.name!r} in {run} cannot be read together: {error}") from error
 
 
 def scan(run: Path, table: Table, value: str | None = None) -> pl.LazyFrame:

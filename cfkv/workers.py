@@ -48,7 +48,7 @@ class Workers:
 def workers(shard: str = "0/1") -> Workers:
     """Read the process's place from the launcher's environment and `--shard i/n`."""
     index, _, count = shard.partition("/")
-    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+    if not (shard.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise CfkvError(
             f"--shard {shard!r} is not i/n with i below n; the shards of four jobs are 0/4 to 3/4"
         )

@@ -160,7 +160,7 @@ def test_other_field_messages(write: Write, tmp_path: Path) -> None:
     assert refusal("jsonl", path).endswith("line 1: field 'id' is float, not a string or integer")
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), tmp_path / "null.parquet")
     path = tmp_path / "null.parquet"
-    assert refusal("jsonl", path) == f"{path} row 2 has no field 'answer'; its fields: answer, question"
+    assert refusal("jsonl", path) == f"{path} row 2 has no field 'answer'; its fields: question"
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -196,7 +196,7 @@ def test_trace_items_of_a_dataset(write: Write) -> None:
         ({"dataset": "gsm8"}, "unknown dataset 'gsm8': did you mean 'gsm8k'"),
         ({"dataset": "registers"}, "'registers' generates problems without end; say how many with --limit"),
         ({"dataset": "jsonl"}, "dataset 'jsonl' reads a file; name it with --path FILE.jsonl"),
-        ({"mode": "import"}, "'traces to import' reads a file; name it with --path FILE.jsonl"),
+        ({"mode": "import"}, "--mode import reads a file of traces; name it with --path FILE.jsonl"),
     ],
 )
 def test_trace_items_messages(fields: dict[str, Any], message: str) -> None:
@@ -271,7 +271,7 @@ def test_imported_traces_by_hand(write: Write) -> None:
     [
         ({"response": None}, "line 1 has neither response nor response_token_ids; its fields: answer"),
         ({"question": None}, r"has no question \(or problem, prompt, prompt_token_ids\); its fields: answer"),
-        ({"answer": None}, "has no field 'answer' or 'reference_answer'; its fields: answer, question"),
+        ({"answer": None}, "has no field 'answer' or 'reference_answer'; its fields: question, response"),
         ({"sample_index": -1}, "field 'sample_index' is -1, not a whole number from 0"),
         ({"sample_index": True}, "field 'sample_index' is True, not a whole number from 0"),
         ({"response_token_ids": "3 4"}, "field 'response_token_ids' is str, not a list of token ids"),

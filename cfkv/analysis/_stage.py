@@ -57,9 +57,9 @@ def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, pa
         groups = [name.removeprefix("probe:") for name in upstream if name.startswith("probe:")]
         kinds = [name.removeprefix("label:") for name in upstream if name.startswith("label:")]
         frame = correlate(
-            store.scan(run.path, TRACES).collect(),
-            pl.concat([store.scan(run.path, TOKEN_LABELS, kind) for kind in kinds]).collect(),
-            {group: store.scan(run.path, SIGNALS, group).collect() for group in groups},
+            store.collect(run.path, TRACES),
+            pl.concat([store.collect(run.path, TOKEN_LABELS, kind) for kind in kinds]),
+            {group: store.collect(run.path, SIGNALS, group) for group in groups},
             config,
         )
         advance(1)

@@ -44,7 +44,7 @@ def run_label(
     check_same_model(traces, loaded)
     stage = Stage(
         name=f"label:{config.kind}",
-        config={"label": config.model_dump(mode="json")},
+        config={"label": config.model_dump(mode="json"), "model": loaded.identity},
         outputs=(Output(WINDOWS, config.kind), Output(TOKEN_LABELS, config.kind)),
         n_parts=traces["n_parts"],
         n_items=traces["n_items"],

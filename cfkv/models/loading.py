@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -60,13 +61,25 @@ class LoadedModel:
     shape: ModelShape
     end_ids: frozenset[int]
     attn_implementation: str
+    local: bool = False  # read from a path: the content identifies it, not the spelling
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of a model can change a number, for fingerprints."""
+        return {
+            "model": "local" if self.local else self.name,
+            "revision": self.revision,
+            "weights": self.weights,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attn_implementation,
+        }
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer alone (for dry runs and imports)."""
     source = resolve(config)
     if source.kind == "gguf":
-        return AutoTokenizer.from_pretrained(_dequantised(source))
+        source = ModelSource(name=source.name, kind="folder", place=str(_dequantised(source)), revision=None)
     return _pretrained(AutoTokenizer, source, config)
 
 
@@ -80,26 +93,26 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
     """
     transformers_logging.disable_progress_bar()
     source = resolve(config)
-    state = PartialState(cpu=execution.device == "cpu" or not torch.cuda.is_available())
-    device = torch.device(state.device if execution.device == "auto" else execution.device)
-    dtype = _dtype(config, device)
+    device = _device(execution.device)
+    if config.attn_implementation == "flex_attention" and device.type == "cpu":
+        raise CfkvError("flex_attention needs a GPU; use --attn-implementation sdpa or eager on a CPU")
     options: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": _dtype(config, device),
         "attn_implementation": config.attn_implementation,
         "use_safetensors": True,
+        "output_loading_info": True,
     }
     if execution.device_map is not None:
         options["device_map"] = execution.device_map
-    released: Any = None
     if source.kind == "gguf":
-        place = _dequantised(source)
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model: Any = AutoModelForCausalLM.from_pretrained(place, **options)
+        place = ModelSource(name=source.name, kind="folder", place=str(_dequantised(source)), revision=None)
     else:
-        # Read apart: the loaded model's configuration says the compute dtype, not the checkpoint's.
-        released = getattr(_pretrained(AutoConfig, source, config), "dtype", None)
-        tokenizer = _pretrained(AutoTokenizer, source, config)
-        model = _pretrained(AutoModelForCausalLM, source, config, **options)
+        place = source
+    # Read apart: the loaded model's configuration says the compute dtype, not the checkpoint's.
+    released = getattr(_pretrained(AutoConfig, place, config), "dtype", None)
+    tokenizer = _pretrained(AutoTokenizer, place, config)
+    model, info = _pretrained(AutoModelForCausalLM, place, config, **options)
+    _refuse_missing(source, info)
     if execution.device_map is None:
         model = model.to(device)
     model.eval()
@@ -120,6 +133,7 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
         shape=shape,
         end_ids=end_ids(tokenizer, model),
         attn_implementation=model.config._attn_implementation,
+        local=source.local,
     )
 
 
@@ -140,6 +154,30 @@ def model_shape(model: nn.Module) -> ModelShape:
     )
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = None if name == "auto" else torch.device(name)
+    except RuntimeError as error:
+        raise CfkvError(f"--device {name!r} is none of auto, cpu, cuda, cuda:N, mps") from error
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise CfkvError(
+            f"--device {name}: this torch sees no CUDA device; use --device cpu, or a CUDA build of torch"
+        )
+    state = PartialState(cpu=name == "cpu" or not torch.cuda.is_available())
+    return torch.device(state.device) if device is None else device
+
+
+def _refuse_missing(source: ModelSource, info: dict[str, Any]) -> None:
+    """A tensor that the checkpoint lacks is drawn at random: labels of such a model would mean nothing."""
+    for what in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(key) for key in info.get(what) or ())
+        if names:
+            raise CfkvError(
+                f"model {source.name!r}: the checkpoint has no fitting weights for {len(names)} tensors (first: "
+                f"{names[0]}), so they would be random; use a complete checkpoint"
+            )
+
+
 def _commit(source: ModelSource) -> str:
     """The commit that a hub id and revision were resolved to: the name of the snapshot folder it was read from."""
     found = try_to_load_from_cache(source.place, "config.json", revision=source.revision or "main")
@@ -158,10 +196,12 @@ def _pretrained(kind: Any, source: ModelSource, config: ModelConfig, **options: 
         return kind.from_pretrained(
             source.place, revision=revision, trust_remote_code=config.trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
-        lines = str(error).strip().splitlines() or [repr(error)]
-        hint = "check the name, the network or HF_HUB_OFFLINE" if source.kind == "hub" else "check the folder"
-        raise CfkvError(f"model {source.name!r} cannot be loaded: {lines[0]} ({hint})") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        text = " ".join(str(error).split()) or repr(error)
+        hint = "check the name, the network or HF_HUB_OFFLINE"
+        if source.kind != "hub":
+            hint = "it needs config.json, a tokenizer and whole safetensors weights; .bin files are not read"
+        raise CfkvError(f"model {source.name!r} cannot be loaded: {text[:300]} ({hint})") from error
 
 
 def cache_folder() -> Path:
@@ -179,9 +219,17 @@ def _dequantised(source: ModelSource) -> Path:
     folder = cache_folder() / f"{file.stem}-{source.revision}"
     if (folder / "model.safetensors").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CfkvError(
+            f"cannot make {folder.parent} for dequantised weights ({error.strerror}); set CFKV_CACHE"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise CfkvError(f"GGUF file {file} cannot be read: {' '.join(str(error).split())[:300]}") from error
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config  # the weights are dequantised; older loaders fail on it
     # The model that was read refuses to be saved, since it counts as quantised; a plain one takes its weights.

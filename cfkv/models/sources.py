@@ -36,6 +36,11 @@ class ModelSource:
     revision: str | None
     weights: str | None = None  # how the weights were released, where that is known without loading
 
+    @property
+    def local(self) -> bool:
+        """Named by a path of the user's."""
+        return self.kind != "hub" and self.name not in NAMED
+
 
 def resolve(config: ModelConfig) -> ModelSource:
     """Find the model named by `config.model`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +27,22 @@ def read_records(path: Path) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         For a file that is missing or unreadable, or a line that is not a JSON object. Blank lines are skipped.
     """
     if not path.is_file():
-        raise CfkvError(f"file {str(path)!r} does not exist")
-    if path.suffix == ".parquet":
+        raise CfkvError(f"file {str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}")
+    if path.suffix.lower() == ".parquet":
         yield from _parquet(path)
         return
-    if path.suffix not in {".jsonl", ".json", ".ndjson"}:
+    if path.suffix.lower() not in {".jsonl", ".json", ".ndjson"}:
         raise CfkvError(f"file {str(path)!r} is neither .jsonl nor .parquet")
     number = 0
     with path.open("rb") as file:
         for line_number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
             if not line.strip():
                 continue
             place = f"{path} line {line_number}"
             try:
                 record = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise CfkvError(f"{place} is not valid JSON ({error}); mend or remove the line") from error
             if not isinstance(record, dict):
                 raise CfkvError(f"{place} is {type(record).__name__}, not a JSON object")
@@ -57,7 +59,14 @@ def _parquet(path: Path) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     except (pa.ArrowInvalid, OSError) as error:
         raise CfkvError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})") from error
     number = 0
-    for batch in file.iter_batches(batch_size=256):
+    batches = file.iter_batches(batch_size=256)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise CfkvError(f"{path} is damaged after row {number} ({str(error).splitlines()[0]})") from error
+        if batch is None:
+            return
         for record in batch.to_pylist():
             yield number, f"{path} row {number + 1}", record
             number += 1
@@ -75,7 +84,8 @@ def text_field(record: Mapping[str, Any], names: str | Sequence[str], place: str
     if value is None:
         options = [names] if isinstance(names, str) else list(names)
         wanted = " or ".join(repr(name) for name in options)
-        raise CfkvError(f"{place} has no field {wanted}; its fields: {', '.join(sorted(record)) or 'none'}")
+        have = ", ".join(sorted(name for name, found in record.items() if found is not None)) or "none"
+        raise CfkvError(f"{place} has no field {wanted}; its fields: {have}")
     return value
 
 
@@ -89,8 +99,19 @@ def optional_text(record: Mapping[str, Any], names: str | Sequence[str], place: 
             raise CfkvError(
                 f"{place}: field {name!r} is {type(value).__name__} ({value!r:.60}), not a string"
             )
-        return value
+        return _whole(value, name, place)
     return None
+
+
+def _whole(text: str, name: str, place: str) -> str:
+    """The text, unless it holds half a surrogate pair, which no tokenizer and no file can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CfkvError(
+            f"{place}: field {name!r} holds half a character at {error.start} (a lone surrogate); mend the text"
+        ) from error
+    return text
 
 
 def answer_field(record: Mapping[str, Any], names: str | Sequence[str], place: str) -> str:
@@ -107,7 +128,9 @@ def record_id(record: Mapping[str, Any], number: int, default: str, place: str) 
     for name in ("problem_id", "id", "unique_id"):
         value = record.get(name)
         if value is not None:
-            if not isinstance(value, str | int):
+            if not isinstance(value, str | int) or isinstance(value, bool):
                 raise CfkvError(f"{place}: field {name!r} is {type(value).__name__}, not a string or integer")
-            return str(value)
+            if value == "":
+                raise CfkvError(f"{place}: field {name!r} is empty; give an id, or leave the field out")
+            return _whole(str(value), name, place)
     return f"{default}-{number:05d}"

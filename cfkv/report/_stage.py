@@ -16,18 +16,19 @@ from cfkv.stage import Run
 
 def run_report(run: Run, config: ReportConfig) -> Path:
     """Write RUN/figures, RUN/report.html and RUN/README.md from the tables; returns the report's path."""
-    run.require("correlate")
-    correlations = store.scan(run.path, CORRELATIONS).collect()
+    for name in ("correlate", *run.require("correlate")["identity"]["upstream"]):
+        run.wait_for(name, patient=False)
+    correlations = store.collect(run.path, CORRELATIONS)
     manifest = run.manifest.read()
     write_figures(correlations, run.path / "figures")
-    traces = store.scan(run.path, TRACES).collect()
+    traces = store.collect(run.path, TRACES)
     page = render_report(
         title=f"cfkv: {run.path.resolve().name}",
         manifest=manifest,
         traces=traces,
-        windows=store.scan(run.path, WINDOWS).collect(),
-        token_labels=store.scan(run.path, TOKEN_LABELS).collect(),
-        probed=store.scan(run.path, PROBED).collect(),
+        windows=store.collect(run.path, WINDOWS),
+        token_labels=store.collect(run.path, TOKEN_LABELS),
+        probed=store.collect(run.path, PROBED),
         correlations=correlations,
         config=config,
         figures_svg=figures_svg(correlations),

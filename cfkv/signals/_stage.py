@@ -78,7 +78,7 @@ def _run_group(
     check_same_model(traces, loaded)
     stage = Stage(
         name=f"probe:{group}",
-        config={"signals": {signal.name: signal.version for signal in members}},
+        config={"signals": {signal.name: signal.version for signal in members}, "model": loaded.identity},
         outputs=(Output(SIGNALS, group), Output(PROBED, group)),
         n_parts=traces["n_parts"],
         n_items=traces["n_items"],

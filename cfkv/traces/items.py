@@ -11,7 +11,7 @@ from typing import Any
 from cfkv.config import TraceConfig
 from cfkv.errors import CfkvError
 from cfkv.problems._base import problem_sources
-from cfkv.problems._files import answer_field, needed_path, optional_text, read_records, record_id
+from cfkv.problems._files import answer_field, optional_text, read_records, record_id
 
 RESPONSE_FIELDS = ("response", "response_token_ids")
 
@@ -73,7 +73,9 @@ def _problems(config: TraceConfig) -> Iterator[TraceItem]:
 
 
 def _imported(config: TraceConfig) -> Iterator[TraceItem]:
-    for number, place, record in read_records(needed_path(config.path, "traces to import")):
+    if config.path is None:
+        raise CfkvError("--mode import reads a file of traces; name it with --path FILE.jsonl")
+    for number, place, record in read_records(config.path):
         prompt = optional_text(record, "prompt", place)
         prompt_ids = _ids(record, "prompt_token_ids", place)
         response_ids = _ids(record, "response_token_ids", place)
@@ -88,8 +90,10 @@ def _imported(config: TraceConfig) -> Iterator[TraceItem]:
                 f"{place} has no question (or problem, prompt, prompt_token_ids); its fields: {have}"
             )
         index = record.get("sample_index", 0)
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise CfkvError(f"{place}: field 'sample_index' is {index!r}, not a whole number from 0")
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < 2**31:
+            raise CfkvError(
+                f"{place}: field 'sample_index' is {index!r}, not a whole number from 0 below 2^31"
+            )
         yield TraceItem(
             problem_id=record_id(record, number, "trace", place),
             sample_index=index,

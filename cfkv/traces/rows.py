@@ -26,7 +26,7 @@ def items_in_part(traces: Mapping[str, Any], index: int) -> int:
 def check_same_model(traces: dict[str, Any], loaded: LoadedModel) -> None:
     """Raise CfkvError if the traces were made by another model."""
     made = traces["identity"]["config"]["model"]
-    if (made["model"], made["revision"]) != (loaded.name, loaded.revision):
+    if (made["model"], made["revision"]) != (loaded.identity["model"], loaded.revision):
         raise CfkvError(
             f"the traces were made by {made['model']} ({made['revision']}), not by {loaded.name} "
             f"({loaded.revision}); a label or signal is only defined for the model that wrote the trace"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cfkv.answers import matcher
-from cfkv.config import Execution, Recipe, TraceConfig
+from cfkv.config import Config, Execution, Recipe, TraceConfig
 from cfkv.models.loading import LoadedModel
 from cfkv.schemas import TRACES
 from cfkv.stage import Output, Rows, Run, Stage, StageResult
@@ -31,15 +31,16 @@ def _content_hash(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
 
 
-def model_identity(loaded: LoadedModel) -> dict[str, Any]:
-    """What of a model can change a number."""
-    return {
-        "model": loaded.name,
-        "revision": loaded.revision,
-        "weights": loaded.weights,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "attn_implementation": loaded.attn_implementation,
-    }
+C = TypeVar("C", bound=Config)
+
+
+def absolute(config: C, field: str) -> C:
+    """The configuration with a local path spelt in full, so that later commands find it from anywhere."""
+    value = getattr(config, field)
+    if value is None or not Path(value).expanduser().exists():
+        return config
+    found = Path(value).expanduser().resolve()
+    return config.model_copy(update={field: found if isinstance(value, Path) else str(found)})
 
 
 def run_trace(
@@ -60,15 +61,15 @@ def run_trace(
     loaded = load()
     stage = Stage(
         name="trace",
-        config={"trace": trace_identity(config), "model": model_identity(loaded)},
+        config={"trace": trace_identity(config), "model": loaded.identity},
         outputs=(Output(TRACES),),
         n_parts=-(-len(items) // size),
         n_items=len(items),
         version=STAGE_VERSION,
     )
     mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
-    run.manifest.record_config("model", recipe.model)
-    run.manifest.record_config("trace", config)
+    run.manifest.record_config("model", absolute(recipe.model, "model"))
+    run.manifest.record_config("trace", absolute(config, "path"))
     writer = TraceWriter(loaded, config, execution, matcher(config.answer_match))
 
     def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
