@@ -71,6 +71,21 @@ def count_windows(windows: pl.DataFrame, kind: str) -> WindowCounts:
     )
 
 
+def count_under_floor(windows: pl.DataFrame, kind: str) -> tuple[int, int] | None:
+    """Windows of a kind that move the answer no more than rounding does, and windows that have a floor.
+
+    The floor of a trace is the largest |delta_nll| of its `null` windows. None without a null kind, or for it.
+    """
+    good = windows.filter(pl.col("status") == "ok", pl.col("delta_nll").is_finite())
+    floors = (
+        good.filter(pl.col("kind") == "null").group_by("trace_id").agg(floor=pl.col("delta_nll").abs().max())
+    )
+    held = good.filter(pl.col("kind") == kind).join(floors, on="trace_id")
+    if kind == "null" or held.is_empty():
+        return None
+    return held.filter(pl.col("delta_nll").abs() <= pl.col("floor")).height, held.height
+
+
 def label_kinds(*tables: pl.DataFrame) -> list[str]:
     """Label kinds in any of the tables, in the order in which they appear."""
     return list(dict.fromkeys(kind for table in tables for kind in table["kind"].unique(maintain_order=True)))

@@ -10,7 +10,7 @@ import polars as pl
 
 from cfkv.analysis.summary import label_counts
 from cfkv.config import ReportConfig, canonical_json
-from cfkv.report.counts import count_traces, count_windows, failure_rows, label_kinds
+from cfkv.report.counts import count_traces, count_under_floor, count_windows, failure_rows, label_kinds
 from cfkv.report.meanings import MEANINGS
 from cfkv.report.svg import inline_svg
 from cfkv.report.tables import TOP_ROWS, correlation_table, significance_sentence
@@ -112,6 +112,7 @@ def _section(
         "meaning": MEANINGS.get(kind),
         "labels": label_counts(traces, token_labels, windows, kind) if labelled else None,
         "windows": count_windows(windows, kind),
+        "under_floor": count_under_floor(windows, kind),
         "bands": plots.get(f"bands-{slug(kind)}"),
         "auroc": plots.get(f"auroc-{slug(kind)}"),
         "level": f"{100 * levels[0]:.0f} %" if len(levels) else "",
