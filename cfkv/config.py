@@ -98,6 +98,9 @@ class LabelConfig(Config):
         "that nothing uses), or a token id. auto: pad if it is a token of its own, else reserved. Beware: R1-style "
         "tokenizers reuse the end-of-text token as pad, which ends the text inside the context.",
     )
+    block: int = Field(1, ge=1, description="For eviction_kl, the tokens that are removed together.")
+    every: int = Field(64, ge=1, description="For eviction_kl, reasoning tokens between two checkpoints.")
+    horizon: int = Field(8, ge=1, description="For eviction_kl, tokens that are replayed after a checkpoint.")
     max_new_tokens: int = Field(512, ge=1, description="Cap on a regenerated answer.")
 
     @field_validator("replacement", mode="before")

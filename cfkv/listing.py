@@ -90,7 +90,8 @@ def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Se
     console.print(table)
     if any(cost.stage.startswith("label") for cost in costs):
         console.print(
-            "label items are windows; their forwards leave out the decoding of windows whose draft fails "
+            "label items are windows, or blocks at a checkpoint; forwards leave out the decoding of windows whose "
+            "draft fails "
             f"(at most {max(config.max_new_tokens for config in recipe.label)} steps per batch)"
         )
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from cfkv import store
 from cfkv.config import Execution, LabelConfig, Recipe
-from cfkv.labels._base import label_kinds
-from cfkv.labels._windows import windows
+from cfkv.labels._base import TraceLength, label_kinds
 from cfkv.models.loading import layer_count, load_tokenizer
 from cfkv.models.tokens import encode
 from cfkv.schemas import TRACES
@@ -36,17 +35,6 @@ class Cost:
     bound: bool
 
 
-@dataclass(frozen=True)
-class _Length:
-    """Spans of a trace, known or bounded from above."""
-
-    total: int
-    reasoning_start: int
-    reasoning_stop: int
-    answer_start: int
-    decoded: int
-
-
 def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
     """Costs of `stages` (trace, label:KIND, probe) in this order.
 
@@ -60,14 +48,13 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             costs.append(_trace(lengths, execution, bound=not made))
         elif name.startswith("label:"):
             config = next(c for c in recipe.label if c.kind == name.partition(":")[2])
-            label_kinds.get(config.kind)
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
             costs += _probe(recipe, lengths, execution, bound=not made)
     return costs
 
 
-def _lengths(recipe: Recipe, directory: Path) -> tuple[list[_Length], bool]:
+def _lengths(recipe: Recipe, directory: Path) -> tuple[list[TraceLength], bool]:
     run = Run(directory)
     record = run.manifest.stage("trace")
     same = record is not None and record["identity"]["config"]["trace"] == trace_identity(recipe.trace)
@@ -80,13 +67,13 @@ def _lengths(recipe: Recipe, directory: Path) -> tuple[list[_Length], bool]:
     return [_estimate(recipe, tokenizer, item) for item in items], False
 
 
-def _from_row(row: dict[str, Any]) -> _Length:
+def _from_row(row: dict[str, Any]) -> TraceLength:
     total = len(row["token_ids"])
     spans = (row["reasoning_start"], row["reasoning_stop"], row["answer_start"])
-    return _Length(total, *spans, decoded=total - row["prompt_len"])
+    return TraceLength(total, *spans, decoded=total - row["prompt_len"])
 
 
-def _estimate(recipe: Recipe, tokenizer: Any, item: TraceItem) -> _Length:
+def _estimate(recipe: Recipe, tokenizer: Any, item: TraceItem) -> TraceLength:
     config = recipe.trace
     prompt = prompt_ids(tokenizer, item, config)
     start = len(prompt)
@@ -96,18 +83,18 @@ def _estimate(recipe: Recipe, tokenizer: Any, item: TraceItem) -> _Length:
         first = start + len(opening)
         context = first + len(solution) + len(closing)
         decoded = config.answer_max_new_tokens
-        return _Length(context + decoded, first, first + len(solution), context, decoded)
+        return TraceLength(context + decoded, first, first + len(solution), context, decoded)
     if config.mode == "import":
         response = (
             item.response if isinstance(item.response, tuple) else encode(tokenizer, item.response or "")
         )
         total = start + len(response)
-        return _Length(total, start, total, total, 0)
+        return TraceLength(total, start, total, total, 0)
     total = start + config.max_new_tokens
-    return _Length(total, start, total, total, config.max_new_tokens)
+    return TraceLength(total, start, total, total, config.max_new_tokens)
 
 
-def _trace(lengths: Sequence[_Length], execution: Execution, *, bound: bool) -> Cost:
+def _trace(lengths: Sequence[TraceLength], execution: Execution, *, bound: bool) -> Cost:
     tokens = sum(length.total for length in lengths)
     decoded = sorted((length.decoded for length in lengths), reverse=True)
     batches = range(0, len(lengths), execution.batch_size)
@@ -115,25 +102,18 @@ def _trace(lengths: Sequence[_Length], execution: Execution, *, bound: bool) -> 
     return Cost("trace", len(lengths), forwards, tokens, int(tokens * TRACE_BYTES), bound)
 
 
-def _label(config: LabelConfig, lengths: Sequence[_Length], execution: Execution) -> Cost:
-    forwards = tokens = count = 0
-    for length in lengths:
-        spans = windows(length.reasoning_start, length.reasoning_stop, config.window, config.stride)
-        draft = max(1, length.total - length.answer_start)
-        if execution.literal:
-            forwards += (len(spans) + 1) * (2 + config.max_new_tokens)
-            tokens += (len(spans) + 1) * (2 * length.answer_start + draft + config.max_new_tokens)
-        else:
-            forwards += 1 + 2 * -(-len(spans) // execution.batch_size)
-            tokens += length.answer_start + draft
-            for first in range(0, len(spans), execution.batch_size):
-                batch = spans[first : first + execution.batch_size]
-                tokens += len(batch) * (length.answer_start - batch[0][0] + draft)
-        count += len(spans)
-    return Cost(f"label:{config.kind}", count, forwards, tokens, int(count * WINDOW_BYTES), True)
+def _label(config: LabelConfig, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
+    kind = label_kinds.get(config.kind)
+    costs = [kind.cost(config, execution, length) for length in lengths]
+    items, forwards, tokens = (
+        sum(getattr(cost, name) for cost in costs) for name in ("items", "forwards", "tokens")
+    )
+    return Cost(f"label:{config.kind}", items, forwards, tokens, int(items * WINDOW_BYTES), True)
 
 
-def _probe(recipe: Recipe, lengths: Sequence[_Length], execution: Execution, *, bound: bool) -> list[Cost]:
+def _probe(
+    recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution, *, bound: bool
+) -> list[Cost]:
     layers = layer_count(recipe.model)
     tokens = sum(length.total for length in lengths)
     forwards = sum(-(-length.total // execution.chunk_size) for length in lengths)

@@ -100,6 +100,26 @@ WINDOWS = Table(
     partition="kind",
 )
 
+BLOCK = pa.struct([pa.field("start", INT), pa.field("stop", INT)])
+
+EVICTION_KL = Table(
+    "eviction_kl",
+    1,
+    _columns(
+        trace_id=STRING,
+        kind=STRING,
+        scope=STRING,  # layers and heads acted on: all
+        step=INT,  # cached tokens when the replay begins; token_ids[step : step + horizon] are replayed
+        block_index=INT,
+        blocks=pa.list_(BLOCK),  # what was removed: one block, indices into token_ids
+        kl=FLOAT,  # nats, mean over the horizon of KL(with || without)
+        kl_by_offset=pa.list_(FLOAT),
+        null_kl=FLOAT,  # the same with nothing removed: the floor of this step
+    ),
+    key=("trace_id", "kind", "scope", "step", "block_index"),
+    partition="kind",
+)
+
 TOKEN_LABELS = Table(
     "token_labels",
     1,
@@ -108,7 +128,9 @@ TOKEN_LABELS = Table(
         problem_id=STRING,
         kind=STRING,
         importance=pa.list_(pa.int8()),  # one per token of token_ids: -1 untested (prompt, answer), 0, 1
-        value=pa.list_(FLOAT),  # mean delta_nll of the covering windows, NaN where untested
+        value=pa.list_(
+            FLOAT
+        ),  # mean over the covering windows or blocks (the kind's unit), NaN where untested
         control_answer=STRING,  # regenerated from the unmodified context
         control_agrees=BOOL,
         n_windows=INT,
@@ -167,7 +189,7 @@ CORRELATIONS = Table(
 )
 
 TABLES: Mapping[str, Table] = {
-    table.name: table for table in (TRACES, WINDOWS, TOKEN_LABELS, SIGNALS, PROBED, CORRELATIONS)
+    table.name: table for table in (TRACES, WINDOWS, EVICTION_KL, TOKEN_LABELS, SIGNALS, PROBED, CORRELATIONS)
 }
 
 # (table, from version) -> function that lifts an Arrow table by one version.

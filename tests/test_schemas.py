@@ -29,6 +29,11 @@ VALUES: dict[str, list[Any]] = {
     "list<int8>": [[-1, 0, 1], [], [127]],
     "list<float>": [[0.5, -2.0, 3.25], [], [1.0]],
     "list<string>": [["<think>", ""], [], ["Ω"]],
+    "list<struct<start: int32, stop: int32>>": [
+        [{"start": 3, "stop": 4}],
+        [],
+        [{"start": 0, "stop": 1}, {"start": 5, "stop": 9}],
+    ],
 }
 
 

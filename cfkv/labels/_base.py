@@ -12,6 +12,7 @@ from cfkv.config import Execution, LabelConfig
 from cfkv.errors import ItemError
 from cfkv.models.loading import LoadedModel
 from cfkv.registry import Registry
+from cfkv.schemas import WINDOWS, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,31 @@ class LabelTrace:
         return self.reasoning_stop - self.reasoning_start
 
 
+@dataclass(frozen=True)
+class TraceLength:
+    """Lengths of a trace, known or bounded from above, for planning: indices into its token ids."""
+
+    total: int
+    reasoning_start: int
+    reasoning_stop: int
+    answer_start: int
+    decoded: int  # tokens that the model has to write
+
+
+@dataclass(frozen=True)
+class LabelCost:
+    """What labelling one trace takes at most: interventions, forwards and forwarded tokens."""
+
+    items: int
+    forwards: int
+    tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabelledTrace:
-    """Rows of the windows table and the row of the token_labels table."""
+    """Rows of the kind's own table (one per intervention) and the row of the token_labels table."""
 
-    windows: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
     tokens: Mapping[str, Any]
 
 
@@ -75,13 +96,15 @@ class Label(ABC):
     """One kind of counterfactual: built for a model and a configuration, applied to traces one by one.
 
     Class attributes: `source` (paper and section), `unit` of the value column, `sign` (what a positive value
-    means). `version` is raised when the same configuration gives other labels.
+    means), `table` (where its interventions are written). `version` is raised when the same configuration gives
+    other labels.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     unit: ClassVar[str]
     sign: ClassVar[str]
+    table: ClassVar[Table] = WINDOWS
     version: ClassVar[int] = 1
 
     def __init__(
@@ -98,6 +121,11 @@ class Label(ABC):
         ItemError
             If this trace cannot be labelled; the stage writes the reason.
         """
+
+    @classmethod
+    @abstractmethod
+    def cost(cls, config: LabelConfig, execution: Execution, length: TraceLength) -> LabelCost:
+        """What a trace of this length will take, without the decoding of windows whose draft fails."""
 
 
 label_kinds: Registry[Label] = Registry("label", "cfkv.labels")

@@ -17,7 +17,7 @@ from cfkv.config import Execution, LabelConfig
 from cfkv.errors import CfkvError, ItemError
 from cfkv.labels._base import LabelTrace, label_kinds
 from cfkv.models.loading import LoadedModel
-from cfkv.schemas import TOKEN_LABELS, TRACES, WINDOWS
+from cfkv.schemas import TOKEN_LABELS, TRACES
 from cfkv.stage import Output, Rows, Run, Stage, StageResult
 from cfkv.traces.rows import check_same_model, items_in_part, trace_rows
 from cfkv.workers import Workers
@@ -45,7 +45,7 @@ def run_label(
     stage = Stage(
         name=f"label:{config.kind}",
         config={"label": config.model_dump(mode="json"), "model": loaded.identity},
-        outputs=(Output(WINDOWS, config.kind), Output(TOKEN_LABELS, config.kind)),
+        outputs=(Output(kind.table, config.kind), Output(TOKEN_LABELS, config.kind)),
         n_parts=traces["n_parts"],
         n_items=traces["n_items"],
         version=kind.version,
@@ -57,7 +57,7 @@ def run_label(
 
     def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
         run.wait_for("trace", parts=[index], patient=crew.count > 1)
-        windows: list[Any] = []
+        interventions: list[Any] = []
         tokens: list[Any] = []
         for row in trace_rows(run, index):
             advance(1)
@@ -65,14 +65,14 @@ def run_label(
                 continue
             try:
                 labelled = label.label(LabelTrace.from_row(row))
-                windows += labelled.windows
+                interventions += labelled.rows
                 tokens.append(labelled.tokens)
             except ItemError as error:
                 tokens.append(failure(row, config.kind, error.status, error.reason))
             except torch.OutOfMemoryError as error:
                 reason = f"{str(error).splitlines()[0]}; lower --batch-size or --chunk-size"
                 tokens.append(failure(row, config.kind, "out_of_memory", reason))
-        return [windows, tokens]
+        return [interventions, tokens]
 
     result = run.execute(
         stage,

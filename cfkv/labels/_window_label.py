@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cfkv.config import Execution, LabelConfig
 from cfkv.errors import ItemError
-from cfkv.labels._base import Label, LabelledTrace, LabelTrace
+from cfkv.labels._base import Label, LabelCost, LabelledTrace, LabelTrace, TraceLength
 from cfkv.labels._replay import Replay, Replayed
 from cfkv.labels._windows import token_importance, token_mean, windows
 
@@ -66,7 +67,23 @@ class WindowLabel(Label):
             "n_flipped": sum(flips),
             "status": "labelled",
         }
-        return LabelledTrace(windows=rows, tokens=summary)
+        return LabelledTrace(rows=rows, tokens=summary)
+
+    @classmethod
+    def cost(cls, config: LabelConfig, execution: Execution, length: TraceLength) -> LabelCost:
+        """Suffixes from each batch's first window on, with the draft; the literal way forwards everything twice."""
+        spans = windows(length.reasoning_start, length.reasoning_stop, config.window, config.stride)
+        draft = max(1, length.total - length.answer_start)
+        if execution.literal:
+            each = 2 * length.answer_start + draft + config.max_new_tokens
+            return LabelCost(
+                len(spans), (len(spans) + 1) * (2 + config.max_new_tokens), (len(spans) + 1) * each
+            )
+        tokens = length.answer_start + draft
+        for first in range(0, len(spans), execution.batch_size):
+            batch = spans[first : first + execution.batch_size]
+            tokens += len(batch) * (length.answer_start - batch[0][0] + draft)
+        return LabelCost(len(spans), 1 + 2 * -(-len(spans) // execution.batch_size), tokens)
 
     def replay_contexts(
         self, replay: Replay, contexts: Sequence[list[int]], shared: Sequence[int]

@@ -123,7 +123,11 @@ def layer_types(config: Any) -> list[str]:
 
 
 def masks_from_positions(
-    model: nn.Module, queries: Tensor, keys: Tensor, hidden: Tensor | None = None
+    model: nn.Module,
+    queries: Tensor,
+    keys: Tensor,
+    hidden: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Mask:
     """Attention masks from absolute positions, one per layer type where the model tells types apart.
 
@@ -133,6 +137,8 @@ def masks_from_positions(
         Absolute positions [queries] and [keys].
     hidden : Tensor, optional
         Boolean [keys]; True hides a key from every query that is not the key itself.
+    visible : Tensor, optional
+        Boolean [queries, keys]; False hides a key from that query.
 
     Returns
     -------
@@ -144,6 +150,8 @@ def masks_from_positions(
     causal = distance >= 0
     if hidden is not None:
         causal = causal & ~(hidden[None, :] & (distance > 0))
+    if visible is not None:
+        causal = causal & visible
     window = getattr(config, "sliding_window", None)
     kinds = {"full_attention": causal}
     if window is not None:

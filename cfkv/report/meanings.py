@@ -14,6 +14,9 @@ MEANINGS = {
     f"would leave them, and the model writes its answer again. {_ENDS}",
     "truncation": "Truncation: the reasoning is cut before a window and closed there, and the model writes its answer "
     f"again. The label tracks position, since early cuts remove almost everything. {_ENDS}",
+    "eviction_kl": "Leave-one-out eviction KL: at checkpoints of the reasoning one block of cached tokens is removed, "
+    "and the divergence of the next tokens' distributions, with against without, is averaged over the horizon (nats). "
+    "It is a number per token and sets no threshold here, so that no signal is held against it.",
     "null": "Null: the shapes of occlusion with nothing replaced. What it shows is rounding: the floor under which "
     "no other label means anything.",
 }

@@ -80,7 +80,7 @@ def test_three_windows_by_hand(smollm2: LoadedModel, monkeypatch: pytest.MonkeyP
         smollm2, LabelConfig(window=8, stride=4, max_new_tokens=CAP), execution, exact_match
     ).label(LabelTrace.from_row(row))
     assert label.tokens["status"] == "labelled"
-    assert {window["flipped"] for window in label.windows} == {True, False}
+    assert {window["flipped"] for window in label.rows} == {True, False}
 
     # From here on nothing of cfkv is used but the folder of the weights.
     folder = smollm2.tokenizer.name_or_path
@@ -101,8 +101,8 @@ def test_three_windows_by_hand(smollm2: LoadedModel, monkeypatch: pytest.MonkeyP
     control = regenerate(model, tokenizer, context, draft)
     assert (control.token_ids, control.answer) == (draft, "64")
     largest = 0.0
-    for index in (0, 2, len(label.windows) - 1):
-        window = label.windows[index]
+    for index in (0, 2, len(label.rows) - 1):
+        window = label.rows[index]
         start, end = first + 4 * index, min(first + 4 * index + 8, stop)
         assert (window["start"], window["stop"], window["replacement_id"]) == (start, end, unused)
         occluded = context[:start] + [unused] * (end - start) + context[end:]

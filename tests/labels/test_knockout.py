@@ -115,8 +115,7 @@ def rows(loaded: LoadedModel, kind: str, trace: LabelTrace) -> list[dict[str, ob
     """The windows of one kind, 8 tokens with stride 4."""
     config = LabelConfig(kind=kind, window=8, stride=4, max_new_tokens=16)
     return [
-        dict(row)
-        for row in label_kinds.get(kind)(loaded, config, Execution(), exact_match).label(trace).windows
+        dict(row) for row in label_kinds.get(kind)(loaded, config, Execution(), exact_match).label(trace).rows
     ]
 
 

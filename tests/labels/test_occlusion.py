@@ -56,7 +56,7 @@ def labelled(builtin: LoadedModel, trace: LabelTrace) -> LabelledTrace:
 
 def test_windows_cover_the_reasoning(trace: LabelTrace, labelled: LabelledTrace) -> None:
     length = trace.reasoning_stop - trace.reasoning_start
-    rows = labelled.windows
+    rows = labelled.rows
     assert len(rows) == -(-(length - 8) // 4) + 1 == labelled.tokens["n_windows"]
     for index, row in enumerate(rows):
         start = trace.reasoning_start + 4 * index
@@ -85,7 +85,7 @@ def test_token_labels_are_the_or_and_the_mean_of_the_windows(
     trace: LabelTrace, labelled: LabelledTrace
 ) -> None:
     for token in range(trace.reasoning_start, trace.reasoning_stop):
-        over = [row for row in labelled.windows if row["start"] <= token < row["stop"]]
+        over = [row for row in labelled.rows if row["start"] <= token < row["stop"]]
         assert labelled.tokens["importance"][token] == int(any(row["flipped"] for row in over))
         mean = sum(row["delta_nll"] for row in over) / len(over)
         assert labelled.tokens["value"][token] == pytest.approx(mean, abs=1e-5)
@@ -100,7 +100,7 @@ def test_labels_find_what_was_planted(
     )
     truth = planted_truth(words)
     right = []
-    for row in labelled.windows:
+    for row in labelled.rows:
         piece = slice(row["start"] - trace.reasoning_start, row["stop"] - trace.reasoning_start)
         if truth.occlusion[piece].any():
             right.append(row["flipped"])
@@ -116,15 +116,15 @@ def test_labels_find_what_was_planted(
 )
 def test_literal_gives_the_same_rows(builtin: LoadedModel, trace: LabelTrace, config: LabelConfig) -> None:
     fast, literal = label(builtin, trace, config, batch_size=5), label(builtin, trace, config, literal=True)
-    assert len(fast.windows) == len(literal.windows)
+    assert len(fast.rows) == len(literal.rows)
     largest = 0.0
-    for mine, theirs in zip(fast.windows, literal.windows, strict=True):
+    for mine, theirs in zip(fast.rows, literal.rows, strict=True):
         loose = ("delta_nll", "min_margin", "decoded")
         assert {k: v for k, v in mine.items() if k not in loose} == {
             k: v for k, v in theirs.items() if k not in loose
         }
         largest = max([largest, *(abs(mine[k] - theirs[k]) for k in loose[:2])])
-    print(f"{len(fast.windows)} windows, largest difference {largest:.2e}")
+    print(f"{len(fast.rows)} windows, largest difference {largest:.2e}")
     assert largest < 1e-4
     assert fast.tokens["status"] == literal.tokens["status"]
     if fast.tokens["status"] == "labelled":
@@ -138,7 +138,7 @@ def test_control_that_disagrees_is_excluded(builtin: LoadedModel, *, literal: bo
     own = trace_of(builtin, 41)
     other = trace_of(builtin, 41, answer="R1=0 R2=0 R3=0 R4=0")
     found = label(builtin, other, literal=literal)
-    assert found.windows == []
+    assert found.rows == []
     assert (found.tokens["status"], found.tokens["control_agrees"], found.tokens["n_windows"]) == (
         *("excluded", False),
         0,
@@ -162,8 +162,8 @@ def test_window_that_replaces_nothing_changes_nothing(
     monkeypatch.setattr(Occlusion, "_occluded", lambda self, context, span: list(context))
     found = label(builtin, trace)
     assert found.tokens["n_flipped"] == 0
-    assert not any(row["decoded"] for row in found.windows)
-    floor = max(abs(row["delta_nll"]) for row in found.windows)
+    assert not any(row["decoded"] for row in found.rows)
+    floor = max(abs(row["delta_nll"]) for row in found.rows)
     print(f"noise floor of delta_nll: {floor:.2e}")
     assert floor < 1e-5
 
