@@ -22,7 +22,10 @@ from cfkv.schemas import TABLES
 
 RECIPE = {
     "trace": {"dataset": "registers", "limit": 7, "max_new_tokens": 384, "part_size": 2},
-    "label": {"kind": "occlusion", "window": 8, "stride": 4, "max_new_tokens": 16},
+    "label": [
+        {"kind": "occlusion", "window": 8, "stride": 4, "max_new_tokens": 16},
+        {"kind": "eviction_kl", "every": 60, "block": 4},
+    ],
     "correlate": {"draws": 100, "smoothings": ["raw", "rolling_z"]},
 }
 
@@ -83,11 +86,12 @@ def test_every_table_and_picture_is_there(reference: Path) -> None:
     assert len(list((reference / "traces").glob("part-*.parquet"))) == 4
     assert len(found["traces"]) == 7
     correct = found["traces"].filter("correct")["trace_id"].to_list()
-    assert sorted(found["token_labels"]["trace_id"]) == sorted(correct)
+    for kind in ("occlusion", "eviction_kl"):
+        assert sorted(found["token_labels"].filter(kind=kind)["trace_id"]) == sorted(correct)
     # Per trace: hidden for the embedding and 4 blocks, kv for 4 blocks.
     assert len(found["signals"]) == 7 * (5 + 4)
-    # (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 3 measures, and position x 3.
-    assert len(found["correlations"]) == (3 * 5 + 4 * 4) * 2 * 3 + 3
+    # (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 3 measures, and position x 3; per label kind.
+    assert len(found["correlations"]) == 2 * ((3 * 5 + 4 * 4) * 2 * 3 + 3)
     page = (reference / "report.html").read_text(encoding="utf-8")
     assert "7 traces of 7 problems" in page
     assert {path.suffix for path in (reference / "figures").iterdir()} == {".png", ".svg", ".csv"}
@@ -99,7 +103,8 @@ def test_every_table_and_picture_is_there(reference: Path) -> None:
 def test_labels_find_the_planted_truth(reference: Path) -> None:
     """Load-bearing tokens are labelled important; tokens a window away from every fact are not."""
     found = tables(reference)
-    rows = found["traces"].join(found["token_labels"], on="trace_id").to_dicts()
+    labels = found["token_labels"].filter(kind="occlusion")
+    rows = found["traces"].join(labels, on="trace_id").to_dicts()
     important, idle = [], []
     for row in rows:
         span = slice(row["reasoning_start"], row["reasoning_stop"])
