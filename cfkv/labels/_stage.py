@@ -1,4 +1,4 @@
-"""`cfkv label`: correct traces in, rows of the windows and token_labels tables out.
+"""`cfkv label`: correct traces in, rows of the kind's own table and of token_labels out.
 
 Part k of the labels is made from part k of the traces, so that a process can go on as soon as that part is
 there.

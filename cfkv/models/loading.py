@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,7 @@ class LoadedModel:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer alone (for dry runs and imports)."""
-    source = resolve(config)
-    if source.kind == "gguf":
-        source = ModelSource(name=source.name, kind="folder", place=str(_dequantised(source)), revision=None)
-    return _pretrained(AutoTokenizer, source, config)
+    return _pretrained(AutoTokenizer, _readable(resolve(config)), config)
 
 
 def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
@@ -104,10 +101,7 @@ def load_model(config: ModelConfig, execution: Execution) -> LoadedModel:
     }
     if execution.device_map is not None:
         options["device_map"] = execution.device_map
-    if source.kind == "gguf":
-        place = ModelSource(name=source.name, kind="folder", place=str(_dequantised(source)), revision=None)
-    else:
-        place = source
+    place = _readable(source)
     # Read apart: the loaded model's configuration says the compute dtype, not the checkpoint's.
     released = getattr(_pretrained(AutoConfig, place, config), "dtype", None)
     tokenizer = _pretrained(AutoTokenizer, place, config)
@@ -190,6 +184,13 @@ def _dtype(config: ModelConfig, device: torch.device) -> Any:
     return getattr(torch, config.dtype)
 
 
+def _readable(source: ModelSource) -> ModelSource:
+    """The source as `from_pretrained` reads it: for a GGUF file, the folder with its dequantised weights."""
+    if source.kind != "gguf":
+        return source
+    return replace(source, kind="folder", place=str(_dequantised(source)))
+
+
 def _pretrained(kind: Any, source: ModelSource, config: ModelConfig, **options: Any) -> Any:
     revision = config.revision if source.kind == "hub" else None
     try:
@@ -252,9 +253,5 @@ def _dequantised(source: ModelSource) -> Path:
 
 def layer_count(config: ModelConfig) -> int:
     """Number of layers, from the configuration alone."""
-    source = resolve(config)
-    place = _dequantised(source) if source.kind == "gguf" else source.place
-    loaded = _pretrained(
-        AutoConfig, ModelSource(name=source.name, kind=source.kind, place=str(place), revision=None), config
-    )
+    loaded = _pretrained(AutoConfig, _readable(resolve(config)), config)
     return int(loaded.get_text_config().num_hidden_layers)
