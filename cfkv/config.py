@@ -98,9 +98,30 @@ class LabelConfig(Config):
         "that nothing uses), or a token id. auto: pad if it is a token of its own, else reserved. Beware: R1-style "
         "tokenizers reuse the end-of-text token as pad, which ends the text inside the context.",
     )
+    layers: str = Field(
+        "all", description="For knockout and eviction_kl, where entries are hidden: all, 4-11, or 0,2,5-7."
+    )
+    kv_heads: str = Field("all", description="The same for KV heads.")
     block: int = Field(1, ge=1, description="For eviction_kl, the tokens that are removed together.")
     every: int = Field(64, ge=1, description="For eviction_kl, reasoning tokens between two checkpoints.")
+    steps: str = Field(
+        "every",
+        description="For eviction_kl, checkpoints: every, or reasoning tokens such as 64,200 and the word boundary.",
+    )
     horizon: int = Field(8, ge=1, description="For eviction_kl, tokens that are replayed after a checkpoint.")
+    candidates: str = Field(
+        "all",
+        description="For eviction_kl, blocks that are removed: all, stratified (drawn at random within bands of "
+        "age), or a JSONL file of trace_id, blocks [[start, stop], ...] and, if only there, step.",
+    )
+    age_bands: int = Field(8, ge=1, description="For stratified candidates, bands of equal width in age.")
+    per_band: int = Field(8, ge=1, description="For stratified candidates, blocks drawn from each band.")
+    pairs: int = Field(
+        0,
+        ge=0,
+        description="For eviction_kl, pairs of candidates that are drawn and removed at each checkpoint.",
+    )
+    seed: int = Field(0, ge=0, description="For eviction_kl, seed of what is drawn.")
     max_new_tokens: int = Field(512, ge=1, description="Cap on a regenerated answer.")
 
     @field_validator("replacement", mode="before")
@@ -150,8 +171,14 @@ class Execution(Config):
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps.")
     device_map: str | None = Field(None, description="auto: spread one model over the GPUs of this process.")
-    batch_size: int = Field(16, ge=1, description="Sequences per forward.")
-    chunk_size: int = Field(512, ge=1, description="Tokens per forward of teacher forcing.")
+    batch_size: int = Field(16, ge=1, description="Sequences per forward where traces are generated.")
+    chunk_size: int = Field(512, ge=1, description="Most tokens per forward everywhere else.")
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="GiB that packed queries of labels may take beyond weights and cache; the default is 2, or a "
+        "quarter of a GPU's free memory.",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of torch; the default is 1 for a model too small to share out."
     )

@@ -81,7 +81,7 @@ WINDOWS = Table(
     _columns(
         trace_id=STRING,
         kind=STRING,
-        scope=STRING,  # layers and heads acted on: all
+        scope=STRING,  # layers and KV heads acted on: all, or such as 'layers 4-11, kv_heads 0'
         window_index=INT,
         start=INT,  # indices into token_ids, stop exclusive
         stop=INT,
@@ -104,17 +104,18 @@ BLOCK = pa.struct([pa.field("start", INT), pa.field("stop", INT)])
 
 EVICTION_KL = Table(
     "eviction_kl",
-    1,
+    2,
     _columns(
         trace_id=STRING,
         kind=STRING,
-        scope=STRING,  # layers and heads acted on: all
+        scope=STRING,  # layers and KV heads acted on: all, or such as 'layers 4-11, kv_heads 0'
         step=INT,  # cached tokens when the replay begins; token_ids[step : step + horizon] are replayed
         block_index=INT,
-        blocks=pa.list_(BLOCK),  # what was removed: one block, indices into token_ids
+        blocks=pa.list_(BLOCK),  # what was removed: one block, or a pair; indices into token_ids
         kl=FLOAT,  # nats, mean over the horizon of KL(with || without)
         kl_by_offset=pa.list_(FLOAT),
         null_kl=FLOAT,  # the same with nothing removed: the floor of this step
+        synergy=FLOAT,  # nats, of a pair: kl minus the kl of both blocks removed alone
     ),
     key=("trace_id", "kind", "scope", "step", "block_index"),
     partition="kind",
@@ -192,8 +193,15 @@ TABLES: Mapping[str, Table] = {
     table.name: table for table in (TRACES, WINDOWS, EVICTION_KL, TOKEN_LABELS, SIGNALS, PROBED, CORRELATIONS)
 }
 
+
+def _without_pairs(content: pa.Table) -> pa.Table:
+    return content.append_column("synergy", pa.nulls(len(content), FLOAT))
+
+
 # (table, from version) -> function that lifts an Arrow table by one version.
-MIGRATIONS: dict[tuple[str, int], Callable[[pa.Table], pa.Table]] = {}
+MIGRATIONS: dict[tuple[str, int], Callable[[pa.Table], pa.Table]] = {
+    ("eviction_kl", 1): _without_pairs,  # version 2 has pairs
+}
 
 
 def stamp(table: Table, fingerprint: str) -> dict[bytes, bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cfkv.config import Execution, Recipe
+from cfkv.config import Execution, LabelConfig, Recipe
 from cfkv.stage import Run, StageResult
 from cfkv.workers import Workers, workers
 
@@ -41,7 +41,8 @@ class Session:
             if name.startswith("label:"):
                 from cfkv.labels._base import label_kinds
 
-                label_kinds.get(name.removeprefix("label:"))
+                kind = label_kinds.get(name.removeprefix("label:"))
+                kind.settings(self._label_config(kind.name))
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
@@ -73,8 +74,12 @@ class Session:
         """Make one kind of label."""
         from cfkv.labels._stage import run_label
 
-        config = next(config for config in self.recipe.label if config.kind == kind)
-        return run_label(self.run, config, self.execution, self.crew, self.load, self.describe)
+        return run_label(
+            self.run, self._label_config(kind), self.execution, self.crew, self.load, self.describe
+        )
+
+    def _label_config(self, kind: str) -> LabelConfig:
+        return next(config for config in self.recipe.label if config.kind == kind)
 
     def probe(self) -> StageResult:
         """Stream signals."""

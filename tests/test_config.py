@@ -192,7 +192,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
         ),
         ({"trace": {"limt": 3}}, ["unknown key 'trace.limt': did you mean 'trace.limit'", "trace.seed"]),
         ({"label": {"windw": 3}}, ["unknown key 'label.0.windw': did you mean 'label.0.window'"]),
-        ({"label": [{}, {"kind": "b", "x": 3}]}, ["unknown key 'label.1.x'", "legal: label.1.answer_match"]),
+        ({"label": [{}, {"kind": "b", "x": 3}]}, ["unknown key 'label.1.x'", "legal: label.1.age_bands"]),
         ({"trace": {"limit": "many"}}, ["r.yaml: trace.limit = 'many': Input should be a valid integer"]),
         ({"trace": {"limit": 0}}, ["trace.limit = 0: Input should be greater than or equal to 1"]),
         (

@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 
 from cfkv.answers import Matcher
 from cfkv.config import Execution, LabelConfig
-from cfkv.errors import ItemError
+from cfkv.errors import CfkvError, ItemError
+from cfkv.labels._scope import Scope
 from cfkv.models.loading import LoadedModel
 from cfkv.registry import Registry
 from cfkv.schemas import WINDOWS, Table
+
+MASKING_KERNELS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +99,48 @@ class Label(ABC):
     """One kind of counterfactual: built for a model and a configuration, applied to traces one by one.
 
     Class attributes: `source` (paper and section), `unit` of the value column, `sign` (what a positive value
-    means), `table` (where its interventions are written). `version` is raised when the same configuration gives
-    other labels.
+    means), `table` (where its interventions are written), `options` (the fields of LabelConfig that it reads:
+    no other one may be set, and no other one is in its fingerprint). `version` is raised when the same
+    configuration gives other labels.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     unit: ClassVar[str]
     sign: ClassVar[str]
+    options: ClassVar[frozenset[str]]
     table: ClassVar[Table] = WINDOWS
     version: ClassVar[int] = 1
 
     def __init__(
         self, loaded: LoadedModel, config: LabelConfig, execution: Execution, matcher: Matcher
     ) -> None:
+        if loaded.attn_implementation not in MASKING_KERNELS:
+            raise CfkvError(
+                f"--attn-implementation {loaded.attn_implementation} cannot hide single entries, which labels need; "
+                f"use {' or '.join(MASKING_KERNELS)}"
+            )
         self.loaded, self.config, self.execution, self.matcher = loaded, config, execution, matcher
+        self.scope = Scope.parse(config.layers, config.kv_heads, loaded.shape)
+
+    @classmethod
+    def settings(cls, config: LabelConfig) -> dict[str, Any]:
+        """What of the configuration can change a label of this kind, for its fingerprint.
+
+        Raises
+        ------
+        CfkvError
+            If a field is set that this kind does not read.
+        """
+        for name in LabelConfig.model_fields:
+            value = getattr(config, name)
+            if name != "kind" and name not in cls.options and value != LabelConfig.model_fields[name].default:
+                flag = f"--{name.replace('_', '-')}"
+                raise CfkvError(
+                    f"{flag} {value}: label kind {cls.name} has no use for it; it reads "
+                    f"{', '.join(sorted(cls.options))}"
+                )
+        return config.model_dump(mode="json", include={"kind", *cls.options})
 
     @abstractmethod
     def label(self, trace: LabelTrace) -> LabelledTrace:

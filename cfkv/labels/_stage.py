@@ -20,6 +20,7 @@ from cfkv.models.loading import LoadedModel
 from cfkv.schemas import TOKEN_LABELS, TRACES
 from cfkv.stage import Output, Rows, Run, Stage, StageResult
 from cfkv.traces.rows import check_same_model, items_in_part, trace_rows
+from cfkv.traces.stage import absolute
 from cfkv.workers import Workers
 
 
@@ -44,7 +45,7 @@ def run_label(
     check_same_model(traces, loaded)
     stage = Stage(
         name=f"label:{config.kind}",
-        config={"label": config.model_dump(mode="json"), "model": loaded.identity},
+        config={"label": kind.settings(config), "model": loaded.identity},
         outputs=(Output(kind.table, config.kind), Output(TOKEN_LABELS, config.kind)),
         n_parts=traces["n_parts"],
         n_items=traces["n_items"],
@@ -53,7 +54,7 @@ def run_label(
     )
     label = kind(loaded, config, execution, matcher(config.answer_match))
     mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
-    run.manifest.record_config("label", config)
+    run.manifest.record_config("label", absolute(config, "candidates"))
 
     def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
         run.wait_for("trace", parts=[index], patient=crew.count > 1)
@@ -70,7 +71,7 @@ def run_label(
             except ItemError as error:
                 tokens.append(failure(row, config.kind, error.status, error.reason))
             except torch.OutOfMemoryError as error:
-                reason = f"{str(error).splitlines()[0]}; lower --batch-size or --chunk-size"
+                reason = f"{str(error).splitlines()[0]}; lower --memory-gib or --chunk-size"
                 tokens.append(failure(row, config.kind, "out_of_memory", reason))
         return [interventions, tokens]
 

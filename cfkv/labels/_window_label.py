@@ -4,44 +4,41 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from cfkv.config import Execution, LabelConfig
 from cfkv.errors import ItemError
 from cfkv.labels._base import Label, LabelCost, LabelledTrace, LabelTrace, TraceLength
+from cfkv.labels._memory import budget
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels._replay import Replay, Replayed
 from cfkv.labels._windows import token_importance, token_mean, windows
 
 Span = tuple[int, int]
+WINDOW_OPTIONS = frozenset({"window", "stride", "max_new_tokens", "answer_match"})
 
 
 class WindowLabel(Label):
     """A kind that intervenes on windows of the reasoning, one at a time, and regenerates the answer."""
 
+    options: ClassVar[frozenset[str]] = WINDOW_OPTIONS
     replacement: int | None = None
 
     @abstractmethod
-    def replay_windows(self, replay: Replay, trace: LabelTrace, spans: Sequence[Span]) -> list[Replayed]:
-        """What the answer becomes under each window's intervention, in the order of `spans`."""
+    def counterfactual(self, trace: LabelTrace, span: Span) -> Counterfactual:
+        """What the model sees under a window's intervention."""
 
-    def replay_control(self, replay: Replay, trace: LabelTrace) -> Replayed:
-        """The answer from the unmodified context."""
-        return self.replay_contexts(replay, [list(trace.context)], [trace.answer_start])[0]
+    def control(self, trace: LabelTrace) -> Counterfactual:
+        """What it sees without one: the last token of the context is read again, which gives the first logits."""
+        return Counterfactual(trace.answer_start - 1, trace.context[-1:])
 
     def label(self, trace: LabelTrace) -> LabelledTrace:
         """Regenerate once from the unmodified context (the control), then once per window."""
         if trace.reasoning_length < 1:
             raise ItemError("no_reasoning", "the reasoning span is empty")
-        replay = Replay(
-            loaded=self.loaded,
-            draft=trace.answer_ids,
-            prefix=trace.answer_prefix,
-            max_new_tokens=self.config.max_new_tokens,
-            batch_size=self.execution.batch_size,
-            chunk_size=self.execution.chunk_size,
-        )
-        replay.check_room(trace.answer_start)
-        control = self.replay_control(replay, trace)
+        replay = self.replay(trace)
+        replay.check_room()
+        control = self._run(replay, [self.control(trace)], trace.answer_ids)[0]
         spans = windows(trace.reasoning_start, trace.reasoning_stop, self.config.window, self.config.stride)
         summary: dict[str, Any] = {
             "trace_id": trace.trace_id,
@@ -54,7 +51,7 @@ class WindowLabel(Label):
         if not summary["control_agrees"]:
             reason = f"the control answered {control.answer!r}, the trace {trace.answer!r}"
             return LabelledTrace(tokens={**summary, "n_windows": 0, "status": "excluded", "reason": reason})
-        replayed = self.replay_windows(replay, trace, spans)
+        replayed = self._run(replay, [self.counterfactual(trace, span) for span in spans], control.token_ids)
         rows = [
             self._window_row(trace, index, span, result, control)
             for index, (span, result) in enumerate(zip(spans, replayed, strict=True))
@@ -69,29 +66,41 @@ class WindowLabel(Label):
         }
         return LabelledTrace(rows=rows, tokens=summary)
 
+    def replay(self, trace: LabelTrace) -> Replay:
+        """The engine that regenerates this trace's answer."""
+        return Replay(
+            loaded=self.loaded,
+            context=trace.context,
+            answer=trace.answer_ids,
+            prefix=trace.answer_prefix,
+            max_new_tokens=self.config.max_new_tokens,
+            chunk_size=self.execution.chunk_size,
+            memory=budget(self.loaded, self.execution.memory_gib),
+            scope=self.scope,
+        )
+
     @classmethod
     def cost(cls, config: LabelConfig, execution: Execution, length: TraceLength) -> LabelCost:
-        """Suffixes from each batch's first window on, with the draft; the literal way forwards everything twice."""
+        """Each window's tokens from its start on with the answer; the literal way forwards everything twice."""
         spans = windows(length.reasoning_start, length.reasoning_stop, config.window, config.stride)
-        draft = max(1, length.total - length.answer_start)
+        answer = max(1, length.total - length.answer_start)
         if execution.literal:
-            each = 2 * length.answer_start + draft + config.max_new_tokens
-            return LabelCost(
-                len(spans), (len(spans) + 1) * (2 + config.max_new_tokens), (len(spans) + 1) * each
-            )
-        tokens = length.answer_start + draft
-        for first in range(0, len(spans), execution.batch_size):
-            batch = spans[first : first + execution.batch_size]
-            tokens += len(batch) * (length.answer_start - batch[0][0] + draft)
-        return LabelCost(len(spans), 1 + 2 * -(-len(spans) // execution.batch_size), tokens)
+            each = 2 * length.answer_start + answer + config.max_new_tokens
+            forwards = (len(spans) + 1) * (2 + config.max_new_tokens)
+            return LabelCost(len(spans), forwards, (len(spans) + 1) * each)
+        own = [length.answer_start - cls.first_changed(length, start) + answer for start, _ in spans]
+        packs = -(-sum(own) // execution.chunk_size)
+        return LabelCost(len(spans), 2 + packs, length.answer_start + answer + sum(own))
 
-    def replay_contexts(
-        self, replay: Replay, contexts: Sequence[list[int]], shared: Sequence[int]
-    ) -> list[Replayed]:
-        """Replay modified contexts of equal length, the literal way if that was asked for."""
+    @classmethod
+    def first_changed(cls, length: TraceLength, start: int) -> int:
+        """The first token that a window from `start` on makes the model read again."""
+        return start
+
+    def _run(self, replay: Replay, rows: Sequence[Counterfactual], draft: Sequence[int]) -> list[Replayed]:
         if self.execution.literal:
-            return [replay.literal(context) for context in contexts]
-        return replay.fast(contexts, shared)
+            return [replay.literal(row) for row in rows]
+        return replay.fast(rows, draft)
 
     def _window_row(
         self, trace: LabelTrace, index: int, span: Span, result: Replayed, control: Replayed
@@ -99,7 +108,7 @@ class WindowLabel(Label):
         return {
             "trace_id": trace.trace_id,
             "kind": self.name,
-            "scope": "all",
+            "scope": self.scope.name,
             "window_index": index,
             "start": span[0],
             "stop": span[1],

@@ -6,12 +6,11 @@ end of the reasoning on. Positions stay as they were. It costs an answer's lengt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from cfkv.labels._base import LabelTrace, label_kinds
-from cfkv.labels._replay import Replay, Replayed
-from cfkv.labels._window_label import Span, WindowLabel
+from cfkv.labels._base import LabelTrace, TraceLength, label_kinds
+from cfkv.labels._packed import Counterfactual
+from cfkv.labels._window_label import WINDOW_OPTIONS, Span, WindowLabel
 
 
 @label_kinds.register
@@ -21,17 +20,22 @@ class Knockout(WindowLabel):
     source: ClassVar[str] = "cfkv; AvoKV-E's removal applied to windows"
     unit: ClassVar[str] = "nats/token of the original answer"
     sign: ClassVar[str] = "positive: evicting the entries makes the original answer less likely"
+    options: ClassVar[frozenset[str]] = frozenset({*WINDOW_OPTIONS, "layers", "kv_heads"})
 
-    def replay_windows(self, replay: Replay, trace: LabelTrace, spans: Sequence[Span]) -> list[Replayed]:
-        """All windows share the cache of the whole reasoning."""
+    def counterfactual(self, trace: LabelTrace, span: Span) -> Counterfactual:
+        """The window is hidden from everything after the reasoning."""
         start = eviction_start(trace)
-        if self.execution.literal:
-            return [replay.literal_masked(trace.context, start, span) for span in spans]
-        return replay.masked(trace.context, start, spans)
+        return Counterfactual(start, trace.context[start:], (span,))
 
-    def replay_control(self, replay: Replay, trace: LabelTrace) -> Replayed:
+    def control(self, trace: LabelTrace) -> Counterfactual:
         """The same shapes with nothing hidden."""
-        return self.replay_windows(replay, trace, [(0, 0)])[0]
+        start = eviction_start(trace)
+        return Counterfactual(start, trace.context[start:])
+
+    @classmethod
+    def first_changed(cls, length: TraceLength, start: int) -> int:
+        """Only what follows the reasoning is read again."""
+        return min(length.reasoning_stop, length.answer_start - 1)
 
 
 def eviction_start(trace: LabelTrace) -> int:

@@ -5,11 +5,10 @@ Whatever a window of another kind shows below this is arithmetic: batching, chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from cfkv.labels._base import LabelTrace, label_kinds
-from cfkv.labels._replay import Replay, Replayed
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels._window_label import Span, WindowLabel
 
 
@@ -21,7 +20,6 @@ class Null(WindowLabel):
     unit: ClassVar[str] = "nats/token of the original answer"
     sign: ClassVar[str] = "either: rounding alone"
 
-    def replay_windows(self, replay: Replay, trace: LabelTrace, spans: Sequence[Span]) -> list[Replayed]:
-        """The same prefixes, suffixes and batches as occlusion of the same windows."""
-        contexts = [list(trace.context) for _ in spans]
-        return self.replay_contexts(replay, contexts, [start for start, _ in spans])
+    def counterfactual(self, trace: LabelTrace, span: Span) -> Counterfactual:
+        """The same tokens are read again as for occlusion of the window."""
+        return Counterfactual(span[0], trace.context[span[0] :])

@@ -6,14 +6,13 @@ over it is. Positions, attention mask and context length stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from cfkv.answers import Matcher
 from cfkv.config import Execution, LabelConfig
 from cfkv.labels._base import LabelTrace, label_kinds
-from cfkv.labels._replay import Replay, Replayed
-from cfkv.labels._window_label import Span, WindowLabel
+from cfkv.labels._packed import Counterfactual
+from cfkv.labels._window_label import WINDOW_OPTIONS, Span, WindowLabel
 from cfkv.models.loading import LoadedModel
 from cfkv.models.tokens import replacement_id
 
@@ -25,6 +24,7 @@ class Occlusion(WindowLabel):
     source: ClassVar[str] = "EpiKV (arXiv:2606.26472), counterfactual occlusion"
     unit: ClassVar[str] = "nats/token of the original answer"
     sign: ClassVar[str] = "positive: occluding the tokens makes the original answer less likely"
+    options: ClassVar[frozenset[str]] = frozenset({*WINDOW_OPTIONS, "replacement"})
 
     def __init__(
         self, loaded: LoadedModel, config: LabelConfig, execution: Execution, matcher: Matcher
@@ -32,11 +32,7 @@ class Occlusion(WindowLabel):
         super().__init__(loaded, config, execution, matcher)
         self.replacement: int = replacement_id(loaded.tokenizer, loaded.model, config.replacement)
 
-    def replay_windows(self, replay: Replay, trace: LabelTrace, spans: Sequence[Span]) -> list[Replayed]:
-        """A window changes nothing before its start, so that the prefix is shared."""
-        contexts = [self._occluded(list(trace.context), span) for span in spans]
-        return self.replay_contexts(replay, contexts, [start for start, _ in spans])
-
-    def _occluded(self, context: list[int], span: Span) -> list[int]:
+    def counterfactual(self, trace: LabelTrace, span: Span) -> Counterfactual:
+        """A window changes nothing before its start; what follows it is read again."""
         start, stop = span
-        return [*context[:start], *[self.replacement] * (stop - start), *context[stop:]]
+        return Counterfactual(start, (*[self.replacement] * (stop - start), *trace.context[stop:]))

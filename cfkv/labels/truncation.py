@@ -6,11 +6,11 @@ The label tracks position: early cuts remove almost everything. It is kept to sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from cfkv.labels._base import LabelTrace, label_kinds
-from cfkv.labels._replay import Replay, Replayed
+from cfkv.errors import ItemError
+from cfkv.labels._base import LabelTrace, TraceLength, label_kinds
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels._window_label import Span, WindowLabel
 
 
@@ -22,8 +22,19 @@ class Truncation(WindowLabel):
     unit: ClassVar[str] = "nats/token of the original answer"
     sign: ClassVar[str] = "positive: the reasoning before the window does not yet give the original answer"
 
-    def replay_windows(self, replay: Replay, trace: LabelTrace, spans: Sequence[Span]) -> list[Replayed]:
-        """Contexts differ in length, so that each is a batch of its own on the shared prefix."""
-        context = list(trace.context)
-        contexts = [[*context[:start], *context[trace.reasoning_stop :]] for start, _ in spans]
-        return self.replay_contexts(replay, contexts, [start for start, _ in spans])
+    def counterfactual(self, trace: LabelTrace, span: Span) -> Counterfactual:
+        """The closing is read at once after what precedes the window, or the last token before the cut is."""
+        closing = trace.context[trace.reasoning_stop :]
+        if closing:
+            return Counterfactual(span[0], closing)
+        if span[0] == 0:
+            raise ItemError(
+                "no_context",
+                "the first window begins at token 0 and nothing closes the reasoning: nothing is left",
+            )
+        return Counterfactual(span[0] - 1, trace.context[span[0] - 1 : span[0]])
+
+    @classmethod
+    def first_changed(cls, length: TraceLength, start: int) -> int:
+        """Only the closing is read again."""
+        return length.reasoning_stop

@@ -7,7 +7,8 @@ sliced here and not through `crop`, whose sign convention changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,12 +73,14 @@ def forward(
     *,
     positions: Tensor | None = None,
     attention_mask: Mask | None = None,
+    layer_masks: Mapping[int, Mask] | None = None,
     logits_to_keep: int | Tensor = 0,
 ) -> Tensor:
     """Run `token_ids` [batch, tokens] on top of `cache`, which grows by them.
 
-    Positions default to counting on from the cache's length. Returns float32 logits
-    [batch, kept tokens, vocabulary]; `logits_to_keep` 0 keeps all.
+    Positions default to counting on from the cache's length. `layer_masks` replace the mask on the layers that
+    it names. Returns float32 logits [batch, kept tokens, vocabulary]; `logits_to_keep` 0 keeps all, a tensor of
+    indices keeps those tokens.
     """
     if positions is None:
         start = cache_length(cache)
@@ -92,7 +95,39 @@ def forward(
     }
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask
-    return model(**arguments).logits.float()
+    with _replacing_masks(model, layer_masks or {}):
+        return model(**arguments).logits.float()
+
+
+@contextmanager
+def _replacing_masks(model: nn.Module, masks: Mapping[int, Mask]) -> Iterator[None]:
+    """Hand other masks to some decoder layers; undone at the end, also after an exception."""
+    types = layer_types(model.config) if masks else []
+    handles = []
+    for index, layer in enumerate(decoder_layers(model) if masks else ()):
+        if index in masks:
+            mask = masks[index]
+            chosen = mask[types[index]] if isinstance(mask, dict) else mask
+            handles.append(layer.register_forward_pre_hook(_mask_hook(chosen), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mask_hook(mask: Tensor) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    def hook(
+        module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if "attention_mask" not in keywords:
+            raise CfkvError(
+                f"{type(module).__name__} takes no attention_mask by name, so that its entries cannot be hidden on "
+                "this layer alone; leave --layers and --kv-heads at all"
+            )
+        return arguments, {**keywords, "attention_mask": mask.to(keywords["attention_mask"].device)}
+
+    return hook
 
 
 def _cache_argument(model: nn.Module) -> str:

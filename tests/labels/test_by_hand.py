@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from cfkv.answers import exact_match
 from cfkv.config import Execution, LabelConfig, TraceConfig
 from cfkv.labels._base import LabelTrace
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels._replay import Replay
 from cfkv.labels.occlusion import Occlusion
 from cfkv.models.loading import LoadedModel
@@ -70,9 +71,9 @@ def test_three_windows_by_hand(smollm2: LoadedModel, monkeypatch: pytest.MonkeyP
     regenerated: dict[int, tuple[int, ...]] = {}
     fast = Replay.fast
 
-    def kept(self: Replay, contexts: list[list[int]], shared: list[int]) -> object:
-        results = fast(self, contexts, shared)
-        regenerated.update({start: result.token_ids for start, result in zip(shared, results, strict=True)})
+    def kept(self: Replay, rows: list[Counterfactual], draft: list[int]) -> object:
+        results = fast(self, rows, draft)
+        regenerated.update({row.keep: result.token_ids for row, result in zip(rows, results, strict=True)})
         return results
 
     monkeypatch.setattr(Replay, "fast", kept)

@@ -13,19 +13,25 @@ from cfkv.config import Execution, LabelConfig
 from cfkv.errors import ItemError
 from cfkv.labels._base import LabelTrace
 from cfkv.labels._packed import divergence, literal_logprobs, packed_logprobs
+from cfkv.labels._scope import Scope
 from cfkv.labels.eviction_kl import EvictionKL, checkpoints
 from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
+from cfkv.models.slots import SlotCache
 from cfkv.problems.registers import Registers, planted_truth
 
 STEP, HORIZON = 30, 5
 BLOCKS = [(0, 0), *((i, i + 1) for i in range(4, STEP, 3)), (5, 12), (0, STEP - 1)]
 
 
-def prefilled(loaded: LoadedModel) -> tuple[compat.DynamicCache, list[int]]:
+def everywhere(loaded: LoadedModel) -> Scope:
+    return Scope.parse("all", "all", loaded.shape)
+
+
+def prefilled(loaded: LoadedModel) -> tuple[SlotCache, list[int]]:
     """A cache of 30 random words, and the 5 that follow."""
     ids = torch.randint(9, 100, (STEP + HORIZON,), generator=torch.Generator().manual_seed(7)).tolist()
-    cache = compat.new_cache()
+    cache = SlotCache(loaded.shape.num_layers, STEP)
     with torch.inference_mode():
         compat.forward(loaded.model, torch.tensor([ids[:STEP]]), cache)
     return cache, ids[STEP:]
@@ -34,8 +40,10 @@ def prefilled(loaded: LoadedModel) -> tuple[compat.DynamicCache, list[int]]:
 def test_packed_is_deletion_from_the_cache(tiny: LoadedModel) -> None:
     """All families; single tokens, a block, and all entries but the last."""
     cache, tokens = prefilled(tiny)
-    packed = packed_logprobs(tiny, cache, tokens, BLOCKS)
-    literal = torch.stack([literal_logprobs(tiny, cache, tokens, block) for block in BLOCKS])
+    packed = packed_logprobs(tiny, cache, tokens, [[block] for block in BLOCKS], everywhere(tiny))
+    literal = torch.stack(
+        [literal_logprobs(tiny, cache, tokens, [block], everywhere(tiny)) for block in BLOCKS]
+    )
     largest = float((packed - literal).abs().max())
     damage = [divergence(literal[0], found) for found in (packed, literal)]
     kl = float((damage[0] - damage[1]).abs().max())
@@ -53,8 +61,8 @@ def test_the_replay_without_removal_is_the_model_itself(tiny: LoadedModel) -> No
     with torch.inference_mode():
         plain = tiny.model(ids[None]).logits[0, STEP:].log_softmax(-1)
     for found in (
-        literal_logprobs(tiny, cache, tokens, (0, 0)),
-        packed_logprobs(tiny, cache, tokens, [(0, 0)])[0],
+        literal_logprobs(tiny, cache, tokens, [], everywhere(tiny)),
+        packed_logprobs(tiny, cache, tokens, [[]], everywhere(tiny))[0],
     ):
         torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
 
@@ -104,8 +112,8 @@ def test_width_chunks_and_the_literal_way_change_no_value(builtin: LoadedModel) 
     options = {"every": 70, "horizon": 4, "block": 3}
     ways = [
         Execution(),
-        Execution(batch_size=5),
-        Execution(batch_size=200, chunk_size=16),
+        Execution(memory_gib=1e-6),
+        Execution(chunk_size=16),
         Execution(literal=True),
     ]
     found = [label(builtin, trace, way, **options).label(trace).rows for way in ways]
@@ -156,6 +164,6 @@ def test_checkpoints_need_a_horizon(builtin: LoadedModel) -> None:
     """And a trace without one says what it would take."""
     trace, _ = solved(builtin, 11)
     total = len(trace.token_ids) - trace.reasoning_start
-    assert checkpoints(trace, total, 8) == []
+    assert checkpoints(trace.reasoning_start, trace.reasoning_stop, total - 8, LabelConfig(every=total)) == []
     with pytest.raises(ItemError, match=f"every = {total} tokens of reasoning and horizon = 8"):
         label(builtin, trace, every=total).label(trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from cfkv.answers import exact_match
 from cfkv.config import Execution, LabelConfig
 from cfkv.labels._base import LabelTrace, label_kinds
-from cfkv.labels._replay import Replay, Replayed
+from cfkv.labels._packed import Counterfactual
+from cfkv.labels._replay import Replay
+from cfkv.labels._scope import Scope
 from cfkv.labels._windows import windows
 from cfkv.labels.knockout import eviction_start
 from cfkv.models import compat
@@ -21,10 +24,27 @@ START, CAP = 40, 12
 SPANS = [(0, 0), *windows(4, START, 8, 4)]
 
 
-def replay(loaded: LoadedModel, draft: Sequence[int], **options: int) -> Replay:
+def replay(
+    loaded: LoadedModel,
+    context: Sequence[int],
+    draft: Sequence[int],
+    scope: Scope | None = None,
+    **options: int,
+) -> Replay:
     """A replay of answers inside an open box."""
-    sizes = {"batch_size": 16, "chunk_size": 512, "max_new_tokens": CAP, **options}
-    return Replay(loaded=loaded, draft=tuple(draft), prefix="\\boxed{", **sizes)
+    return Replay(
+        loaded=loaded,
+        context=tuple(context),
+        answer=tuple(draft),
+        prefix="\\boxed{",
+        scope=scope or Scope.parse("all", "all", loaded.shape),
+        **{"chunk_size": 512, "memory": 2**31, "max_new_tokens": CAP, **options},
+    )
+
+
+def hiding(context: Sequence[int], *spans: tuple[int, int]) -> list[Counterfactual]:
+    """One row per span, hidden from token START on."""
+    return [Counterfactual(START, tuple(context[START:]), (span,)) for span in spans]
 
 
 def random_context(loaded: LoadedModel) -> list[int]:
@@ -58,7 +78,7 @@ def by_deletion(
 def test_knockout_is_deletion_from_the_cache(tiny: LoadedModel) -> None:
     """All families, sliding layers among them: the probability of the draft after either is the same."""
     context, draft = random_context(tiny), [20, 9, 31, 8]
-    found = replay(tiny, draft).masked(context, START, SPANS)
+    found = replay(tiny, context, draft).fast(hiding(context, *SPANS), draft)
     expected = [by_deletion(tiny, context, span, draft) for span in SPANS]
     largest = max(abs(mine.nll - theirs) for mine, theirs in zip(found, expected, strict=True))
     print(f"{tiny.name}: largest difference of nll {largest:.1e}")
@@ -70,10 +90,11 @@ def test_knockout_is_deletion_from_the_cache(tiny: LoadedModel) -> None:
 def test_fast_knockout_is_the_literal_one(tiny: LoadedModel) -> None:
     """Same tokens, drafts accepted or not, for batches and chunks of any size."""
     context = random_context(tiny)
-    draft = replay(tiny, [20]).literal_masked(context, START, (0, 0)).token_ids
-    literal = [replay(tiny, draft).literal_masked(context, START, span) for span in SPANS]
-    for sizes in ({"batch_size": 1}, {"batch_size": 3, "chunk_size": 1}, {"chunk_size": 7}):
-        found = replay(tiny, draft, **sizes).masked(context, START, SPANS)
+    rows = hiding(context, *SPANS)
+    draft = replay(tiny, context, [20]).literal(rows[0]).token_ids
+    literal = [replay(tiny, context, draft).literal(row) for row in rows]
+    for sizes in ({"memory": 1}, {"chunk_size": 1}, {"chunk_size": 7}):
+        found = replay(tiny, context, draft, **sizes).fast(rows, draft)
         assert [r.token_ids for r in found] == [r.token_ids for r in literal]
         assert [r.accepted_draft for r in found] == [r.accepted_draft for r in literal]
         assert max(abs(a.nll - b.nll) for a, b in zip(found, literal, strict=True)) < 1e-5
@@ -83,8 +104,8 @@ def test_fast_knockout_is_the_literal_one(tiny: LoadedModel) -> None:
 def test_an_empty_window_changes_nothing_bit_for_bit(tiny: LoadedModel) -> None:
     """Hiding nothing gives the very numbers of the replay that has no mask."""
     context, draft = random_context(tiny), [20, 9, 31, 8]
-    masked = replay(tiny, draft).masked(context, START, [(0, 0), (7, 7)])
-    plain = replay(tiny, draft).fast([context, context], [START, START])
+    masked = replay(tiny, context, draft).fast(hiding(context, (0, 0), (7, 7)), draft)
+    plain = replay(tiny, context, draft).fast([Counterfactual(START, tuple(context[START:]))] * 2, draft)
     assert [(r.nll, r.min_margin, r.token_ids) for r in masked] == [
         (r.nll, r.min_margin, r.token_ids) for r in plain
     ]
@@ -143,13 +164,13 @@ def test_truncation_regenerates_from_what_precedes_the_window(builtin: LoadedMod
     """Against the literal replay of the cut context; the first cut removes all reasoning, and flips."""
     trace, _ = solved(builtin, 11)
     found = rows(builtin, "truncation", trace)
-    plain = Replay(
-        loaded=builtin, draft=trace.answer_ids, prefix="", max_new_tokens=16, batch_size=1, chunk_size=512
+    plain = dataclasses.replace(
+        replay(builtin, trace.context, trace.answer_ids, max_new_tokens=16), prefix=""
     )
-    control = plain.literal(trace.context)
+    control = plain.literal(Counterfactual(0, trace.context))
     for row in found[::9]:
-        cut = [*trace.context[: row["start"]], *trace.context[trace.reasoning_stop :]]  # type: ignore[misc]
-        expected: Replayed = plain.literal(cut)
+        cut = (*trace.context[: row["start"]], *trace.context[trace.reasoning_stop :])  # type: ignore[misc]
+        expected = plain.literal(Counterfactual(0, cut))
         assert row["answer"] == expected.answer
         assert row["delta_nll"] == pytest.approx(expected.nll - control.nll, abs=1e-4)
     assert found[0]["flipped"]

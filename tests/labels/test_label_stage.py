@@ -111,7 +111,7 @@ def test_running_again_does_nothing(labelled: Path, monkeypatch: pytest.MonkeyPa
 
     before = {path: path.stat().st_mtime_ns for path in labelled.rglob("*.parquet")}
     monkeypatch.setattr(Occlusion, "label", untouched)
-    result = session(labelled, batch_size=1, chunk_size=9).label("occlusion")
+    result = session(labelled, memory_gib=0.1, chunk_size=9).label("occlusion")
     assert (result.parts_written, result.parts_found) == (0, 3)
     assert sum(result.statuses.values()) == tokens_of(labelled).height
     assert {path: path.stat().st_mtime_ns for path in labelled.rglob("*.parquet")} == before
@@ -143,7 +143,7 @@ def test_failures_are_rows(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (result.statuses["too_long"], result.statuses["out_of_memory"]) == (1, 1)
     tokens = {row["trace_id"]: row for row in tokens_of(fresh).iter_rows(named=True)}
     assert tokens[correct[0]]["reason"] == "it does not fit"
-    assert tokens[correct[1]]["reason"] == "tried to allocate too much; lower --batch-size or --chunk-size"
+    assert tokens[correct[1]]["reason"] == "tried to allocate too much; lower --memory-gib or --chunk-size"
     assert tokens[correct[0]]["importance"] is None
     assert not set(correct[:2]) & set(windows_of(fresh)["trace_id"])
     assert set(correct[2:]) <= set(windows_of(fresh)["trace_id"])

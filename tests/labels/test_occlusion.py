@@ -12,6 +12,7 @@ from cfkv.answers import exact_match
 from cfkv.config import Execution, LabelConfig
 from cfkv.errors import ItemError
 from cfkv.labels._base import LabelledTrace, LabelTrace, label_kinds
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels.occlusion import Occlusion
 from cfkv.models.loading import LoadedModel
 from cfkv.problems.registers import Registers, planted_truth
@@ -68,7 +69,8 @@ def test_windows_cover_the_reasoning(trace: LabelTrace, labelled: LabelledTrace)
         )
         assert row["answered"] == (row["answer"] is not None)
         assert row["flipped"] == (row["answer"] != trace.answer)
-        assert (row["accepted_draft"] == 6) == (row["decoded"] == 0)
+        if row["accepted_draft"] == 6:
+            assert row["decoded"] == 0
     assert 0 < labelled.tokens["n_flipped"] == sum(row["flipped"] for row in rows) < len(rows)
 
 
@@ -115,7 +117,7 @@ def test_labels_find_what_was_planted(
     [CONFIG, LabelConfig(window=8, stride=16, max_new_tokens=6), LabelConfig(window=500, replacement="eos")],
 )
 def test_literal_gives_the_same_rows(builtin: LoadedModel, trace: LabelTrace, config: LabelConfig) -> None:
-    fast, literal = label(builtin, trace, config, batch_size=5), label(builtin, trace, config, literal=True)
+    fast, literal = label(builtin, trace, config, chunk_size=300), label(builtin, trace, config, literal=True)
     assert len(fast.rows) == len(literal.rows)
     largest = 0.0
     for mine, theirs in zip(fast.rows, literal.rows, strict=True):
@@ -159,7 +161,11 @@ def test_cap_that_closes_no_box_excludes(builtin: LoadedModel, trace: LabelTrace
 def test_window_that_replaces_nothing_changes_nothing(
     builtin: LoadedModel, trace: LabelTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Occlusion, "_occluded", lambda self, context, span: list(context))
+    monkeypatch.setattr(
+        Occlusion,
+        "counterfactual",
+        lambda self, trace, span: Counterfactual(span[0], trace.context[span[0] :]),
+    )
     found = label(builtin, trace)
     assert found.tokens["n_flipped"] == 0
     assert not any(row["decoded"] for row in found.rows)

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cfkv.answers import boxed_answer
 from cfkv.errors import ItemError
+from cfkv.labels._packed import Counterfactual
 from cfkv.labels._replay import Replay, Replayed
+from cfkv.labels._scope import Scope
 from cfkv.labels._windows import windows
 from cfkv.models.loading import LoadedModel
 from cfkv.models.tokens import decode
@@ -36,9 +38,29 @@ class Case:
     filler: int
     cap: int
 
-    def replay(self, batch_size: int = 16, chunk_size: int = 512, **changes: object) -> Replay:
-        options = {"draft": tuple(self.draft), "prefix": self.prefix, "max_new_tokens": self.cap, **changes}
-        return Replay(loaded=self.loaded, batch_size=batch_size, chunk_size=chunk_size, **options)  # type: ignore[arg-type]
+    def replay(self, chunk_size: int = 512, memory: int = 2**31) -> Replay:
+        return Replay(
+            loaded=self.loaded,
+            context=tuple(self.context),
+            answer=tuple(self.draft),
+            prefix=self.prefix,
+            max_new_tokens=self.cap,
+            chunk_size=chunk_size,
+            memory=memory,
+            scope=Scope.parse("all", "all", self.loaded.shape),
+        )
+
+    @property
+    def control(self) -> Counterfactual:
+        return Counterfactual(len(self.context) - 1, tuple(self.context[-1:]))
+
+    def rows(self) -> list[Counterfactual]:
+        """The same windows as the replay takes them: what is kept, and what is read again."""
+        starts = [start for start, _ in self.spans]
+        return [Counterfactual(n, tuple(ids[n:])) for n, ids in zip(starts, self.contexts(), strict=True)]
+
+    def fast(self, rows: Sequence[Counterfactual] | None = None, **options: int) -> list[Replayed]:
+        return self.replay(**options).fast(self.rows() if rows is None else rows, self.draft)
 
     def contexts(self) -> list[list[int]]:
         whole = self.context
@@ -115,11 +137,10 @@ def agree(found: Sequence[Replayed], expected: Sequence[Plain | Replayed]) -> tu
 def check_case(case: Case, label: str) -> list[Replayed]:
     """Fast = literal = plain for the control and every window."""
     contexts = [case.context, *case.contexts()]
-    shared = [start for start, _ in case.spans]
     expected = [plain(case, context) for context in contexts]
-    literal = [case.replay().literal(context) for context in contexts]
-    control = case.replay().fast([case.context], [len(case.context)])
-    fast = [*control, *case.replay().fast(contexts[1:], shared)]
+    literal = [case.replay().literal(row) for row in (case.control, *case.rows())]
+    replay = case.replay()
+    fast = [*replay.fast([case.control], case.draft), *replay.fast(case.rows(), case.draft)]
     slow, excused_slow = agree(literal, expected)
     quick, excused_quick = agree(fast, expected)
     both, _ = agree(fast, literal)
@@ -127,7 +148,9 @@ def check_case(case: Case, label: str) -> list[Replayed]:
         if mine.token_ids == theirs.token_ids:
             assert mine.accepted_draft == theirs.accepted_draft
         assert theirs.decoded == len(theirs.token_ids)
-        assert mine.decoded in (0, len(mine.token_ids))
+        # Decoding starts at the first disagreement, whose token the verifying pass has given.
+        stopped = min(len(mine.token_ids), mine.accepted_draft + 1)
+        assert mine.decoded == len(mine.token_ids) - stopped
         same = mine.token_ids == tuple(case.draft)
         assert (mine.accepted_draft == len(case.draft)) == same
     base = expected[0].answer
@@ -162,63 +185,82 @@ def test_fast_is_literal_is_plain_on_the_builtin_model(builtin_case: Case) -> No
     assert all(row.decoded == 0 for row in rows if row.token_ids == tuple(builtin_case.draft))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
-@pytest.mark.parametrize("chunk_size", [1, 7, 512])
-def test_batch_and_chunk_size_change_nothing(
-    make_tiny: Callable[..., LoadedModel], builtin_case: Case, batch_size: int, chunk_size: int
+@pytest.mark.parametrize("memory", [1, 2**18, 2**31])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 512])
+def test_width_and_chunk_size_change_nothing(
+    make_tiny: Callable[..., LoadedModel], builtin_case: Case, memory: int, chunk_size: int
 ) -> None:
+    """One byte of memory: single queries, and each row decoded by itself."""
     fewer = dataclasses.replace(builtin_case, spans=builtin_case.spans[::3])
     for case in (tiny_case(make_tiny("gemma3", "sdpa")), fewer):
-        shared = [start for start, _ in case.spans]
-        base = case.replay().fast(case.contexts(), shared)
-        rows = case.replay(batch_size, chunk_size).fast(case.contexts(), shared)
+        base = case.fast()
+        rows = case.fast(chunk_size=chunk_size, memory=memory)
         largest, excused = agree(rows, base)
-        print(f"{case.loaded.name} batch {batch_size} chunk {chunk_size}: {largest:.2e}")
+        print(f"{case.loaded.name} memory {memory} chunk {chunk_size}: {largest:.2e}")
         assert largest < TOLERANCE
         assert excused == 0
         assert [(r.accepted_draft, r.decoded) for r in rows] == [(b.accepted_draft, b.decoded) for b in base]
-        literal = case.replay(chunk_size=chunk_size).literal(case.contexts()[0])
+        literal = case.replay(chunk_size=chunk_size).literal(case.rows()[0])
         assert agree([literal], base[:1])[0] < TOLERANCE
+
+
+def test_any_draft_gives_the_same_results(tiny: LoadedModel) -> None:
+    """A wrong draft, and one that is not the trace's own answer, whose probability is still told."""
+    case = tiny_case(tiny)
+    base = case.fast()
+    for draft in ([20], [*case.draft[:2], 30, 31], [*case.draft, 20]):
+        rows = case.replay().fast(case.rows(), draft)
+        largest, excused = agree(rows, base)
+        assert largest < TOLERANCE
+        assert excused == 0
+        assert [r.accepted_draft for r in rows] == [b.accepted_draft for b in base]
+
+
+def test_forwarded_tokens_are_those_that_are_needed(builtin_case: Case) -> None:
+    """Each row's own tokens and the draft but its last token; the prefix once; one per decoded token."""
+    replay = builtin_case.replay(chunk_size=200)
+    found = replay.fast(builtin_case.rows(), builtin_case.draft)
+    own = sum(len(row.tokens) + len(builtin_case.draft) - 1 for row in builtin_case.rows())
+    prefix = max(row.keep for row in builtin_case.rows())
+    assert replay.tally.forwarded == prefix + own + sum(row.decoded for row in found)
 
 
 def test_a_window_replaced_by_itself_is_the_control(tiny: LoadedModel) -> None:
     """The null intervention: same tokens, same answer, and the noise floor of delta_nll."""
     case = tiny_case(tiny)
-    control = case.replay().fast([case.context], [len(case.context)])[0]
-    shared = [start for start, _ in case.spans]
-    null = case.replay(batch_size=4).fast([case.context] * len(shared), shared)
+    control = case.fast([case.control])[0]
+    null = case.fast([Counterfactual(start, tuple(case.context[start:])) for start, _ in case.spans])
     assert all(row.token_ids == control.token_ids and row.answer == control.answer for row in null)
     floor = max(abs(row.nll - control.nll) for row in null)
     print(f"{tiny.name}: noise floor {floor:.2e}")
     assert floor < 1e-5
-    assert case.replay().literal(case.context) == case.replay().literal(list(case.context))
-    assert case.replay().fast([case.context], [len(case.context)])[0] == control
+    assert case.fast([case.control])[0] == control
 
 
 def test_cap_below_the_draft(tiny: LoadedModel, builtin_case: Case) -> None:
     for case in (tiny_case(tiny), builtin_case):
         capped = dataclasses.replace(case, cap=2)
-        contexts, shared = case.contexts()[:4], [start for start, _ in case.spans[:4]]
-        fast = capped.replay().fast(contexts, shared)
-        expected = [plain(capped, context) for context in contexts]
+        fast = capped.fast(case.rows()[:4])
+        expected = [plain(capped, context) for context in case.contexts()[:4]]
         assert agree(fast, expected) == pytest.approx((0, 0), abs=TOLERANCE)
-        literal = [capped.replay().literal(context) for context in contexts]
+        literal = [capped.replay().literal(row) for row in case.rows()[:4]]
         for mine, theirs in zip(fast, literal, strict=True):
             assert len(mine.token_ids) == len(theirs.token_ids) <= 2
             assert mine.accepted_draft == theirs.accepted_draft
-    control = dataclasses.replace(builtin_case, cap=len(builtin_case.draft)).replay()
-    assert control.fast([builtin_case.context], [0])[0].decoded == 0  # the cap is just enough
+    control = dataclasses.replace(builtin_case, cap=len(builtin_case.draft))
+    whole = Counterfactual(0, tuple(builtin_case.context))
+    assert control.fast([whole])[0].decoded == 0  # the cap is just enough
 
 
 def test_draft_without_a_closed_box_is_decoded(builtin_case: Case) -> None:
     """A draft that ends early says nothing about what follows, so agreement on it is not enough."""
     case = dataclasses.replace(builtin_case, draft=builtin_case.draft[:-2])
-    control = case.replay().fast([case.context], [len(case.context)])[0]
+    control = case.fast([case.control])[0]
     assert control.token_ids == tuple(builtin_case.draft)
-    assert (control.accepted_draft, control.decoded) == (len(case.draft), len(builtin_case.draft))
-    contexts, shared = case.contexts()[::3], [start for start, _ in case.spans][::3]
-    rows = case.replay().fast(contexts, shared)
-    largest, excused = agree(rows, [plain(case, context) for context in contexts])
+    # All of the short draft is accepted; the two tokens after it are decoded.
+    assert (control.accepted_draft, control.decoded) == (len(case.draft), 2)
+    rows = case.fast(case.rows()[::3])
+    largest, excused = agree(rows, [plain(case, context) for context in case.contexts()[::3]])
     assert largest < TOLERANCE
     assert excused == 0
 
@@ -263,7 +305,7 @@ def test_draft_that_the_model_repeats(
     encode = loaded.tokenizer.encode
     draft = encode(chain)[1:]
     case = Case(loaded, [*encode("w7 w8 w9 w9"), *encode("</think>")], [(1, 3)], draft, "", 0, len(draft))
-    for row in (*case.replay().fast(case.contexts(), [1]), case.replay().literal(case.context)):
+    for row in (*case.fast(), case.replay().literal(case.control)):
         assert (list(row.token_ids), row.answer) == (encode(written), answer)
         assert row.accepted_draft == len(encode(written))
 
@@ -273,6 +315,7 @@ def test_context_that_fills_all_positions(builtin_case: Case) -> None:
     replay = builtin_case.replay()
     assert replay.room(limit - 3) == 3
     assert replay.room(10) == builtin_case.cap
-    replay.check_room(limit - len(builtin_case.draft))
+    fitting = tuple([0] * (limit - len(builtin_case.draft)))
+    dataclasses.replace(replay, context=fitting).check_room()
     with pytest.raises(ItemError, match="too_long"):
-        replay.check_room(limit - len(builtin_case.draft) + 1)
+        dataclasses.replace(replay, context=(0, *fitting)).check_room()
