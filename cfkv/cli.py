@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from cfkv import __version__
 from cfkv.config import (
+    BenchConfig,
     Config,
     CorrelateConfig,
     Execution,
@@ -46,6 +47,7 @@ app = App(
 Directory = Annotated[Path, Parameter(help="Run directory; re-running a command continues there.")]
 Flat = Parameter(name="*")
 ModelFlags = Annotated[ModelConfig, Flat]
+BenchFlags = Annotated[BenchConfig, Flat]
 ExecutionFlags = Annotated[Execution, Flat]
 RecipeFlag = Annotated[
     Path | None, Parameter(help="YAML recipe whose section for this stage is used; flags win over it.")
@@ -163,11 +165,37 @@ def report(
 
 
 @app.command(name="ls")
-def list_members(family: Annotated[str, Parameter(help="signals, labels, problems or models.")], /) -> int:
-    """List what can be named: signals, labels, problems or models."""
+def list_members(
+    family: Annotated[str, Parameter(help="signals, labels, problems, models or benches.")], /
+) -> int:
+    """List what can be named: signals, labels, problems, models or benches."""
     from cfkv.listing import print_family
 
     print_family(family)
+    return DONE
+
+
+@app.command
+def bench(
+    name: Annotated[str, Parameter(help="Which bench; `cfkv ls benches` lists them.")],
+    /,
+    *,
+    json: Annotated[Path | None, Parameter(help="Write the figures to this file as well.")] = None,
+    model: ModelFlags = ModelConfig(),
+    config: BenchFlags = BenchConfig(),
+    device: Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    threads: Annotated[int | None, Parameter(help="CPU threads of torch.")] = None,
+) -> int:
+    """Measure ratios of speed and memory on this machine; exits 0 whatever it measured."""
+    from cfkv.bench._base import benches, machine
+    from cfkv.bench._base import report as print_report
+    from cfkv.models.loading import load_model
+
+    chosen = benches.get(name)
+    if "model" not in model.model_fields_set:
+        model = model.model_copy(update={"model": chosen.model})
+    loaded = load_model(model, Execution(device=device, threads=threads))
+    print_report(name, machine(loaded), chosen().run(loaded, config), json)
     return DONE
 
 

@@ -166,6 +166,22 @@ class ReportConfig(Config):
     traces: int = Field(4, ge=1, description="Traces shown with their tokens shaded by label.")
 
 
+class BenchConfig(Config):
+    """What a bench measures on."""
+
+    path: Path | None = Field(
+        None,
+        description="GSM8K file whose worked solutions are used; the default is six problems of the bench's own.",
+    )
+    traces: int = Field(4, ge=1, description="For labels, traces per case.")
+    window: int = Field(8, ge=1, description="For labels, tokens per window; half of it is the stride.")
+    answer_tokens: int = Field(128, ge=2, description="For labels, cap of the long answers.")
+    prefix: int = Field(512, ge=16, description="For oracle, cached tokens.")
+    candidates: int = Field(64, ge=2, description="For oracle, single removals.")
+    horizon: int = Field(8, ge=1, description="For oracle, tokens that are replayed.")
+    chunk_size: int = Field(512, ge=1, description="Most tokens per forward.")
+
+
 class Execution(Config):
     """How a stage is run. Nothing here may change a label, so it is in no fingerprint."""
 

@@ -12,7 +12,7 @@ from cfkv.config import Execution, Recipe
 from cfkv.errors import unknown_name
 from cfkv.stage import Run, StageResult
 
-FAMILIES = ("signals", "labels", "problems", "models")
+FAMILIES = ("signals", "labels", "problems", "models", "benches")
 
 
 def first_line(text: str | None) -> str:
@@ -50,6 +50,12 @@ def family_table(family: str) -> Table:
         for source in problem_sources.members():
             needs = "yes" if source.needs_path else "no"
             table.add_row(source.name, needs, source.licence, source.source, first_line(source.__doc__))
+    elif family == "benches":
+        from cfkv.bench._base import benches
+
+        table = Table("bench", "model", "what it measures")
+        for each in benches.members():
+            table.add_row(each.name, each.model, first_line(each.__doc__))
     elif family == "models":
         from cfkv.models.sources import NAMED
 

@@ -228,3 +228,26 @@ def test_an_older_part_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     new = {"id": "b", "size": 5, "twice": 10}
     store.write_part(tmp_path, third, None, 1, store.to_arrow(third, [new]), "f")
     assert store.scan(tmp_path, third).collect().to_dicts() == [{"id": "a", "size": 2, "twice": 4}, new]
+
+
+def test_removals_without_pairs_are_read(tmp_path: Path) -> None:
+    """Version 1 of eviction_kl had no pairs: its rows get a synergy of null."""
+    table = schemas.EVICTION_KL
+    old = dataclasses.replace(
+        table, version=1, schema=table.schema.remove(table.schema.names.index("synergy"))
+    )
+    row = {
+        "trace_id": "t",
+        "kind": "k",
+        "scope": "all",
+        "step": 9,
+        "block_index": 0,
+        "blocks": [{"start": 3, "stop": 4}],
+        "kl": 0.5,
+        "kl_by_offset": [0.25, 0.75],
+        "null_kl": 0.0,
+    }
+    store.write_part(tmp_path, old, "k", 0, store.to_arrow(old, [row]), "f" * 16)
+    found = store.scan(tmp_path, table, "k").collect()
+    assert found.columns == table.schema.names
+    assert found.to_dicts() == [{**row, "synergy": None}]
