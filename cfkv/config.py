@@ -77,6 +77,11 @@ class TraceConfig(Config):
         description="Sentence appended to the question; the default asks for a boxed answer where the model has "
         "a chat template and writes the trace itself, and is empty otherwise.",
     )
+    boundary: Literal["auto", "think_end", "boxed", "tail"] = Field(
+        "auto",
+        description=r"Where the reasoning of a written or imported trace ends: at the last </think>, at the last "
+        r"\boxed{, or 64 tokens before the end; auto takes the first that applies.",
+    )
     answer_match: Literal["exact", "math"] = Field(
         "exact", description="Grade by normalised string, or by math-verify (extra `math`)."
     )
