@@ -19,10 +19,12 @@ class KindFacts:
 
     Replacing tokens, or cutting the text, hides whatever the model still had to read: `occlusion`. Removing cached
     entries after they were used once hides only what is read again: `cache`. `unit` is that of the value column.
+    `graded` kinds store a value and leave the verdict to the analysis.
     """
 
     truth: Truth = "occlusion"
     unit: str = "nats/token"
+    graded: bool = False
 
 
 KINDS: Mapping[str, KindFacts] = {
@@ -30,7 +32,7 @@ KINDS: Mapping[str, KindFacts] = {
     "truncation": KindFacts(truth="occlusion"),
     "null": KindFacts(truth="occlusion"),
     "knockout": KindFacts(truth="cache"),
-    "eviction_kl": KindFacts(truth="cache", unit="nats"),
+    "eviction_kl": KindFacts(truth="cache", unit="nats", graded=True),
 }
 
 

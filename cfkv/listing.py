@@ -146,9 +146,9 @@ def print_validation(found: Validation) -> None:
     table.columns[0].no_wrap = True
     for column in table.columns[2:]:
         column.justify = "right"
-    for name, checks in _by_name(found.checks).items():
+    for place, checks in _by_name(found.checks).items():
         seen, wrong = sum(check.seen for check in checks), sum(check.wrong for check in checks)
-        table.add_row(*name, f"{seen:,}", f"[bold red]{wrong:,}[/]" if wrong else "0")
+        table.add_row(*place, f"{seen:,}", f"[bold red]{wrong:,}[/]" if wrong else "0")
     console.print(table)
     for check in found.checks:
         if not check.wrong:

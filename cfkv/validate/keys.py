@@ -14,7 +14,7 @@ from cfkv.validate._content import Content
 REQUIRED: Mapping[str, Sequence[str]] = {
     "traces": ("token_ids", "token_texts", "logprobs", "prompt_len", "reasoning_start", "reasoning_stop")
     + ("answer_start", "answer_stop"),
-    "windows": ("start", "stop", "flipped", "answered", "delta_nll", "min_margin"),
+    "windows": ("start", "stop", "flipped", "delta_nll"),
     "eviction_kl": ("step", "blocks", "kl", "kl_by_offset"),
     "token_labels": ("importance", "value", "n_windows"),
     "probed": ("n_tokens",),
