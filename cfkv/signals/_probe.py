@@ -20,7 +20,7 @@ from cfkv.models.observe import (
     tapping_hidden,
     tapping_parts,
 )
-from cfkv.models.selfcheck import limits
+from cfkv.models.selfcheck import limits, number_ranges
 from cfkv.signals._base import Observation, Signal
 from cfkv.signals._logits import logit_rows
 from cfkv.signals._rows import RowPlans, attention_rows
@@ -137,7 +137,7 @@ class _Pass:
             facts = TokenFacts(self.ids[start:stop], self.classes[start:stop], self.reasoning)
             self._fold(self.tokens, None, {TOKENS: facts})
         if (self.rows or self.cached) and len(self.observed) < self.loaded.shape.num_layers:
-            missing = sorted(set(range(self.loaded.shape.num_layers)) - self.observed)
+            missing = number_ranges(sorted(set(range(self.loaded.shape.num_layers)) - self.observed))
             raise CfkvError(
                 f"layers {missing} of {self.loaded.name} do not call an attention function of transformers, so their "
                 "keys and attention cannot be read; probe other groups: hidden, logits, position"

@@ -17,6 +17,7 @@ from cfkv.errors import CfkvError
 from cfkv.models.observe import AttentionCall
 
 HIDDEN_SCORE = -1e30  # finite, so that 0 * score is 0 and not NaN
+BAND = 32  # the longest lookahead of the signals of early reading
 NEGLIGIBLE = 0.01  # of the row's maximum (ThinKV)
 # Elements of a block of probabilities: it should stay in a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
@@ -95,20 +96,18 @@ class AttentionRows:
         """Sum over the rows, mean over the query heads of each KV head."""
         return self.by_kv_head_GBK.sum(dim=1)
 
-    def band(self, width: int) -> Tensor:
-        """Attention to the `width` keys before each row's own, [G, B, width]: [..., b, o - 1] is to key row - o.
+    @cached_property
+    def band_keys_BO(self) -> Tensor:
+        """The BAND keys before each row's own, nearest first; negative before the trace."""
+        rows = torch.arange(self.start, self.stop, device=self.visible_B.device)
+        return rows[:, None] - torch.arange(1, BAND + 1, device=rows.device)
 
-        Mean over the query heads of each KV head; 0 for keys that the row does not see, or before the trace.
-        """
-        if width not in self._bands:
-            rows = torch.arange(self.start, self.stop, device=self.visible_B.device)
-            keys = rows[:, None] - torch.arange(1, width + 1, device=rows.device)
-            index = (keys - self.first_key).clamp(min=0).expand(self.shifted_GRBK.shape[0], -1, -1)
-            taken = self.by_kv_head_GBK.gather(2, index)
-            self._bands[width] = taken.masked_fill_(keys < self.first_key, 0)
-        return self._bands[width]
-
-    _bands: dict[int, Tensor] = field(default_factory=dict)
+    @cached_property
+    def band_GBO(self) -> Tensor:
+        """Attention to `band_keys_BO`, mean over the query heads of each KV head; 0 for a key that is not seen."""
+        places = self.band_keys_BO - self.first_key
+        index = places.clamp(min=0).expand(self.shifted_GRBK.shape[0], -1, -1)
+        return self.by_kv_head_GBK.gather(2, index).masked_fill_(places < 0, 0)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,107 @@ LAYER: dict[str, Callable[[Layer], Array]] = {
 }
 
 
+def visible(layer: Layer) -> Array:
+    """Keys that each query sees."""
+    return (layer.attention[0] > 0).sum(axis=-1)
+
+
+def window(attention: Array, queries: int) -> Array:
+    return attention[:, -queries:].mean(axis=1)
+
+
+def pressure(attention: Array, horizon: int) -> Array:
+    heads, count = attention.shape[:2]
+    result = np.full((heads, count), NAN)
+    for key in range(count - horizon):
+        result[:, key] = attention[:, key + 1 : key + 1 + horizon, key].mean(axis=1)
+    return result
+
+
+def row_entropy(attention: Array) -> Array:
+    logs = np.log(attention, where=attention > 0, out=np.zeros_like(attention))
+    return -(attention * logs).sum(axis=-1)
+
+
+def sparsity(layer: Layer) -> Array:
+    below = layer.attention < 0.01 * layer.attention.max(axis=-1, keepdims=True)
+    return (below & (layer.attention > 0)).sum(axis=-1) / visible(layer)
+
+
+def first_strong_read(layer: Layer) -> Array:
+    attention, share = layer.attention.mean(axis=0), 5 / visible(layer)
+    count = len(attention)
+    result = np.full((1, count), NAN)
+    for key in range(count):
+        lags = [
+            lag for lag in range(1, 33) if key + lag < count and attention[key + lag, key] > share[key + lag]
+        ]
+        if lags or key + 32 < count:
+            result[0, key] = lags[0] if lags else 33
+    return result
+
+
+def readings(attention: Array, layer: Layer, key: int) -> list[int]:
+    """Queries that give the key its uniform share; it counts as read when it is written."""
+    later = [t for t in range(key, len(attention)) if attention[t, key] >= 1 / visible(layer)[t]]
+    return sorted({key, *later})
+
+
+def refresh_age(layer: Layer) -> Array:
+    attention = layer.attention.mean(axis=0)
+    count = len(attention)
+    return np.array([[count - 1.0 - readings(attention, layer, key)[-1] for key in range(count)]])
+
+
+def recurrence(layer: Layer) -> Array:
+    attention = layer.attention.max(axis=0)
+    gaps = [np.diff(readings(attention, layer, key)) for key in range(len(attention))]
+    return np.array([[float(max(found, default=0)) for found in gaps]])
+
+
+def caote(layer: Layer) -> Array:
+    """Evict each key in turn and compute the output again."""
+    result = []
+    for head, weights in enumerate(window(layer.attention, 32)):
+        values = layer.values[head // layer.group]
+        errors = []
+        for key in range(len(values)):
+            kept = np.delete(np.arange(len(values)), key)
+            rest = weights[kept].sum()
+            if rest < 1e-6:  # nothing else is attended to
+                errors.append((1 - 1e-6) / 1e-6 * norm(weights @ values - values[key]))
+                continue
+            errors.append(norm(weights @ values - weights[kept] @ values[kept] / rest))
+        result.append(errors)
+    return layer.by_kv_head(np.array(result))
+
+
+def longflow(layer: Layer) -> Array:
+    values = np.repeat(layer.values, layer.group, axis=0)
+    return layer.by_kv_head(np.abs(layer.attention[:, -1, :, None] * values).sum(axis=-1) / values.shape[-1])
+
+
+ATTENTION: dict[str, Callable[[Layer], Array]] = {
+    "attention_received": lambda layer: layer.by_kv_head(layer.attention.sum(axis=1)),
+    "attention_received_mean": lambda layer: layer.by_kv_head(
+        layer.attention.sum(axis=1) / np.arange(layer.attention.shape[1], 0, -1)
+    ),
+    "attention_window": lambda layer: layer.by_kv_head(window(layer.attention, 32)),
+    "attention_last": lambda layer: layer.by_kv_head(layer.attention[:, -1]),
+    "read_pressure_8": lambda layer: pressure(layer.by_kv_head(layer.attention), 8),
+    "read_pressure_32": lambda layer: pressure(layer.by_kv_head(layer.attention), 32),
+    "attention_entropy": lambda layer: layer.by_kv_head(row_entropy(layer.attention)),
+    "attention_max": lambda layer: layer.by_kv_head(layer.attention.max(axis=-1)),
+    "sink_mass": lambda layer: layer.by_kv_head(layer.attention[..., :4].sum(axis=-1)),
+    "thinkv_sparsity": lambda layer: layer.by_kv_head(sparsity(layer)),
+    "strong_read_lag": first_strong_read,
+    "last_refresh_age": refresh_age,
+    "recurrence_interval": recurrence,
+    "caote_error": caote,
+    "longflow_score": longflow,
+}
+
+
 def predictions(trace: Dense, read: Callable[[Array, int], float]) -> Array:
     """`read` of the distribution that predicted each token but the first."""
     return np.array([[NAN, *(read(trace.logits[t - 1], trace.ids[t]) for t in range(1, len(trace.ids)))]])
@@ -153,5 +254,5 @@ def reference(trace: Dense) -> dict[tuple[str, int | None], Array]:
     for index, stream in enumerate([trace.embedding, *(layer.hidden for layer in trace.layers)]):
         found |= {(name, index - 1): formula(stream) for name, formula in HIDDEN.items()}
     for index, layer in enumerate(trace.layers):
-        found |= {(name, index): formula(layer) for name, formula in LAYER.items()}
+        found |= {(name, index): formula(layer) for name, formula in {**LAYER, **ATTENTION}.items()}
     return found | {(name, None): formula(trace) for name, formula in WHOLE.items()}
