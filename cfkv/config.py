@@ -143,8 +143,16 @@ class ProbeConfig(Config):
     """Which signals are streamed."""
 
     groups: tuple[str, ...] = Field(
-        ("hidden", "kv"), description="Signal groups; `cfkv ls signals` lists them."
+        ("hidden", "kv"),
+        description="Signal groups, probed in one pass and stored apart; `cfkv ls signals` lists them.",
     )
+    per_head: bool = Field(False, description="Keep the KV heads beside their mean.")
+
+    @field_validator("groups")
+    @classmethod
+    def _split_at_commas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = (name.strip() for text in value for name in text.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
 
 class CorrelateConfig(Config):

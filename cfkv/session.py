@@ -24,7 +24,7 @@ class Session:
     execution: Execution
     crew: Workers
     _loaded: LoadedModel | None = None
-    _description: dict[str, Any] = field(default_factory=dict)
+    _description: dict[bool, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, recipe: Recipe, execution: Execution) -> Session:
@@ -56,13 +56,16 @@ class Session:
             self._loaded = load_model(self.recipe.model, self.execution)
         return self._loaded
 
-    def describe(self, loaded: LoadedModel) -> dict[str, Any]:
-        """The model and its self-check, for the manifest; measured on the first call."""
-        if not self._description:
+    def describe(self, loaded: LoadedModel, *, caching: bool = True) -> dict[str, Any]:
+        """The model and its self-check, for the manifest; measured on the first call.
+
+        Without `caching`, only what a stage needs that reads no cache of keys and values is checked.
+        """
+        if caching not in self._description:
             from cfkv.models.selfcheck import description
 
-            self._description = description(loaded)
-        return self._description
+            self._description[caching] = description(loaded, caching=caching)
+        return self._description[caching]
 
     def trace(self) -> StageResult:
         """Make traces."""
