@@ -276,6 +276,36 @@ def replaced_attention(model: nn.Module, attend: Callable[..., Any]) -> Iterator
         masks.pop(OBSERVE, None)
 
 
+@contextmanager
+def grouped_attention(model: nn.Module) -> Iterator[None]:
+    """Let heads of a group share keys and values under a mask, on a CPU with sdpa; elsewhere nothing changes.
+
+    transformers repeats them over the group as soon as there is a mask, a copy of three times the cache for a
+    group of three. On a GPU its choice stands: there a mask with groups falls back to a slower kernel.
+    """
+    config: Any = model.config
+    if config._attn_implementation != "sdpa" or next(model.parameters()).device.type != "cpu":
+        yield
+        return
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
+        if (
+            attention_mask is None
+            or query.shape[1] == key.shape[1]
+            or options.get("position_bias") is not None
+        ):
+            return attention_kernel(module, original)(module, query, key, value, attention_mask, **options)
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=options.get("scaling"), enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    with replaced_attention(model, attend) as original:
+        yield
+
+
 def unsupported_option(options: dict[str, Any]) -> str | None:
     """What an attention function's options add to a softmax over masked dot products, or None."""
     found = [what for name, what in UNSUPPORTED_ATTENTION.items() if options.get(name) is not None]
