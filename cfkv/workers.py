@@ -1,11 +1,14 @@
 """Which share of a stage this process does.
 
 accelerate (torchrun underneath) or a Slurm array decide how many processes there are; no collective carries
-data, so a process only needs its own index. Parts are dealt round robin: process i of n does parts i, i+n, ...
+data, so a process only needs its own index. Which parts are its own follows from their numbers alone: a stage
+never knows the lengths of traces that are not written yet, and part k is the same process's in every stage.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from dataclasses import dataclass
 
@@ -38,11 +41,38 @@ class Workers:
 
     def owns(self, part: int) -> bool:
         """Whether `part` is this process's to do."""
-        return part % self.count == self.index
+        return owner(part, self.count) == self.index
 
     def shard_owns(self, part: int) -> bool:
         """Whether `part` is for a process of this shard to do."""
-        return part % self.count // self.world_size == self.shard
+        return owner(part, self.count) // self.world_size == self.shard
+
+
+def owner(part: int, count: int) -> int:
+    """Which of `count` processes does `part`.
+
+    A round deals one part to each. Round robin would give the last process the longest trace of every round where
+    lengths rise, and always the same process the long ones where they have a period. So each round is followed by
+    its mirror image, which cancels a steady rise or fall; and every two rounds the seats move on, in a shuffled
+    order, such that over `count` pairs each process had each seat twice: a period of `count` parts cancels too,
+    and no other one has a pattern to lock onto. The shuffles are hashes of their numbers, the same everywhere.
+    """
+    turn, seat = divmod(part, count)
+    pair, mirrored = divmod(turn, 2)
+    cycle, step = divmod(pair, count)
+    if mirrored:
+        seat = count - 1 - seat
+    return _shuffled(count, f"process/{cycle}")[(seat + _shuffled(count, f"shift/{cycle}")[step]) % count]
+
+
+@functools.cache
+def _shuffled(count: int, salt: str) -> tuple[int, ...]:
+    """0 to `count` - 1 in an order that only depends on the arguments."""
+
+    def key(number: int) -> bytes:
+        return hashlib.blake2b(f"{salt}/{number}".encode(), digest_size=8).digest()
+
+    return tuple(sorted(range(count), key=key))
 
 
 def workers(shard: str = "0/1") -> Workers:

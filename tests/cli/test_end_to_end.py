@@ -20,6 +20,7 @@ import cfkv
 from cfkv.cli import _guarded
 from cfkv.problems.registers import planted_truth
 from cfkv.schemas import TABLES
+from cfkv.workers import owner
 
 RECIPE = {
     "trace": {"dataset": "registers", "limit": 7, "max_new_tokens": 384, "part_size": 2},
@@ -146,7 +147,8 @@ def test_a_failed_item_ends_no_other_process(tmp_path: Path) -> None:
     """Rank 1 has an empty response; the launcher must not end rank 0 for it, and the exit code says so at the end."""
     row = {"question": "ask 4", "answer": "R1=6", "response": r"%m =6 6 ; </think> \boxed{ R1=6 }"}
     rows = [{**row, "problem_id": f"p{i}"} for i in range(8)]
-    rows[1]["response"] = ""
+    empty = next(part for part in range(8) if owner(part, 2) == 1)
+    rows[empty]["response"] = ""
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run = tmp_path / "run"
@@ -155,7 +157,7 @@ def test_a_failed_item_ends_no_other_process(tmp_path: Path) -> None:
     process.communicate(timeout=200)
     assert process.returncode == 1
     statuses = cfkv.load(run).traces.collect()["status"].to_list()
-    assert statuses == ["ok", "empty_response", *["ok"] * 6]
+    assert statuses == ["empty_response" if part == empty else "ok" for part in range(8)]
 
 
 def test_shards_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
