@@ -236,6 +236,8 @@ class Run:
         mine = [index for index in range(stage.n_parts) if crew.owns(index)]
         todo = [index for index in mine if not self.done(stage.outputs, index, mark)]
         result.parts_found = len(mine) - len(todo)
+        for output in stage.outputs:
+            store.remove_unfinished(self.path, output.table, output.value, set(mine))
         self.manifest.event(
             "stage_started", stage=stage.name, fingerprint=mark, parts=len(todo), worker=crew.index
         )

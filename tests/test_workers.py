@@ -66,7 +66,7 @@ def test_each_round_deals_one_part_to_each(count: int) -> None:
 
 
 def test_the_dealing_stays_as_it_is() -> None:
-    """Jobs of one run that dealt otherwise would leave parts to each other; each row below is a pair of rounds."""
+    """Jobs of one run that dealt otherwise would leave parts to each other; two pairs of rounds each."""
     assert [owner(part, 2) for part in range(8)] == [0, 1, 1, 0, 1, 0, 0, 1]
     assert [owner(part, 4) for part in range(16)] == [2, 1, 0, 3, 3, 0, 1, 2, 0, 3, 2, 1, 1, 2, 3, 0]
 
