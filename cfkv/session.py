@@ -96,11 +96,20 @@ class Session:
 
         return run_report(self.run, self.recipe.report)
 
-    def waiting_for(self) -> list[str]:
-        """Stages of which other shards still owe parts."""
-        stages = self.run.manifest.read()["stages"]
-        names = [name for name in stages if name == "trace" or name.startswith(("label:", "probe:"))]
+    def waiting_for(self, stages: Sequence[str]) -> list[str]:
+        """Stages of which other shards still owe parts, once this shard's own parts of `stages` are there."""
+        if self.crew.shards == 1:
+            return []
+        if self.crew.world_size > 1:
+            self.settle(stages)
+        recorded = self.run.manifest.read()["stages"]
+        names = [name for name in recorded if name == "trace" or name.startswith(("label:", "probe:"))]
         return [name for name in names if self.run.missing_parts(name)]
+
+    def leave_analysis(self) -> None:
+        """Note how the recipe wants the analysis, for whoever finishes the run by `cfkv correlate RUN`."""
+        self.run.manifest.record_config("correlate", self.recipe.correlate)
+        self.run.manifest.record_config("report", self.recipe.report)
 
     def settle(self, stages: Sequence[str]) -> int:
         """Failed items of this shard's share of `stages`, once all its parts are there.
