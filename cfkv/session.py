@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cfkv.config import Execution, Recipe
 from cfkv.stage import Run, StageResult
-from cfkv.workers import Workers, workers
+from cfkv.workers import Workers, check_placement, workers
 
 if TYPE_CHECKING:
     from cfkv.models.loading import LoadedModel
@@ -28,7 +28,8 @@ class Session:
 
     @classmethod
     def open(cls, directory: Path, recipe: Recipe, execution: Execution) -> Session:
-        """A session of this process."""
+        """A session of this process; refuses a placement that cannot be meant."""
+        check_placement(execution)
         return cls(Run(directory), recipe, execution, workers(execution.shard))
 
     def check_names(self, stages: Sequence[str]) -> None:

@@ -12,7 +12,10 @@ import hashlib
 import os
 from dataclasses import dataclass
 
+from cfkv.config import Execution
 from cfkv.errors import CfkvError
+
+SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,25 @@ def workers(shard: str = "0/1") -> Workers:
         )
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return Workers(rank, world_size, int(index), int(count))
+
+
+def check_placement(execution: Execution) -> None:
+    """Refuse a `--device-map` that is none, or that several processes of this machine would all follow."""
+    spread = execution.device_map
+    if spread is None:
+        return
+    if spread not in SPREADS:
+        raise CfkvError(
+            f"--device-map {spread!r} is none of {', '.join(SPREADS)}; one device is named by --device"
+        )
+    if execution.device != "auto":
+        raise CfkvError(
+            f"--device-map {spread} spreads the model over all devices, and --device {execution.device} names "
+            "one: leave one of them out"
+        )
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if beside > 1:
+        raise CfkvError(
+            f"--device-map {spread} gives each process all GPUs of its machine, and {beside} were started on this "
+            "one: start one process without the launcher, and share the work between machines by --shard i/n"
+        )

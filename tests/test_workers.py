@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cfkv.config import Execution
 from cfkv.errors import CfkvError
-from cfkv.workers import Workers, owner, workers
+from cfkv.workers import Workers, check_placement, owner, workers
 
 Length = Callable[[int], int]
 
@@ -126,3 +127,31 @@ def test_no_other_period_locks_on(period: int) -> None:
     assert loads(lengths, 8)[-1] < bound
     if period in (24, 40):
         assert round_robin(lengths, 8)[-1] == long > bound
+
+
+@pytest.mark.parametrize(
+    ("execution", "message"),
+    [
+        (
+            {"device_map": "cuda:1"},
+            "--device-map 'cuda:1' is none of auto, balanced, balanced_low_0, sequential",
+        ),
+        ({"device_map": ""}, "--device-map '' is none of auto"),
+        ({"device_map": "auto", "device": "cpu"}, "and --device cpu names one: leave one of them out"),
+    ],
+)
+def test_a_placement_that_cannot_be_meant(execution: dict[str, str], message: str) -> None:
+    with pytest.raises(CfkvError) as caught:
+        check_placement(Execution(**execution))
+    assert message in str(caught.value)
+
+
+def test_processes_of_one_machine_do_not_all_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several nodes with one process each may; and without --device-map, anybody."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_placement(Execution(device_map="auto"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_placement(Execution(device="cpu"))
+    with pytest.raises(CfkvError, match="all GPUs of its machine, and 2 were started on this one: start one"):
+        check_placement(Execution(device_map="auto"))
