@@ -25,7 +25,7 @@ from cfkv import store
 from cfkv.cli import _guarded
 from cfkv.schemas import TABLES
 
-# Four traces in four parts; each command as a person would give it, and the tables that are empty after it.
+# Four traces in four parts; each command as a person would give it, and the tables that it fills.
 COMMANDS = {
     "trace": ("--limit", "4", "--max-new-tokens", "384", "--part-size", "1"),
     "label": ("--window", "8", "--stride", "4", "--max-new-tokens", "16"),
