@@ -279,6 +279,8 @@ class Run:
         for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
             todo = [index for index in mine if not self.done(job.stage.outputs, index, job.mark)]
             result.parts_found = len(mine) - len(todo)
+            for output in job.stage.outputs:
+                store.remove_unfinished(self.path, output.table, output.value, set(mine))
             for index in todo:
                 owed.setdefault(index, []).append(place)
             self.manifest.event(
