@@ -221,7 +221,7 @@ class Execution(Config):
     literal: bool = Field(
         False, description="Run the slow reference: batch 1, no shared prefix, no draft. Same labels."
     )
-    shard: str = Field("0/1", description="i/n: this job does every n-th part, from i.")
+    shard: str = Field("0/1", description="i/n: this job does the i-th of n shares of the parts, from 0.")
     overwrite: bool = Field(False, description="Replace a stage that was run with another configuration.")
     dry_run: bool = Field(False, description="Print items, forwards, tokens and disk; run nothing.")
 

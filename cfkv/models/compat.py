@@ -52,9 +52,11 @@ def map_cache(
     for index in range(len(cache.layers)):
         keys, values = cache_keys_values(cache, index)
         if rows is not None:
-            keys, values = keys[rows], values[rows]
+            here = rows.to(keys.device)  # layers may be spread over devices
+            keys, values = keys[here], values[here]
         if slots is not None:
-            keys, values = keys[:, :, slots], values[:, :, slots]
+            chosen = slots.to(keys.device) if isinstance(slots, Tensor) else slots
+            keys, values = keys[:, :, chosen], values[:, :, chosen]
         result.update(keys, values, index)
     return result
 
