@@ -61,14 +61,6 @@ def map_cache(
     return result
 
 
-def expand_cache(cache: DynamicCache, batch: int) -> DynamicCache:
-    """A cache whose single row is repeated `batch` times."""
-    if cache_length(cache) == 0:
-        return new_cache()
-    device = cache_keys_values(cache, 0)[0].device
-    return map_cache(cache, rows=torch.zeros(batch, dtype=torch.long, device=device))
-
-
 def forward(
     model: nn.Module,
     token_ids: Tensor,

@@ -170,20 +170,6 @@ def test_map_cache_takes_rows_and_slots_and_leaves_the_original(tiny: LoadedMode
         assert all(map(torch.equal, pair, compat.cache_keys_values(cache, layer)))
 
 
-def test_expand_cache_repeats_its_row(tiny: LoadedModel) -> None:
-    ids = draw(tiny, 12)
-    cache = compat.new_cache()
-    compat.forward(tiny.model, ids, cache)
-    wide = compat.expand_cache(cache, 3)
-    tails = draw(tiny, 4, seed=1, rows=3)
-    logits = compat.forward(tiny.model, tails, wide)
-    assert compat.cache_length(cache) == 12
-    for row in range(3):
-        whole = torch.cat([ids, tails[row : row + 1]], dim=1)
-        assert largest(logits[row : row + 1], tiny.model(whole).logits[:, 12:]) < 1e-4
-    assert compat.cache_length(compat.expand_cache(compat.new_cache(), 5)) == 0
-
-
 def test_layer_types() -> None:
     assert compat.layer_types(LlamaConfig(num_hidden_layers=2)) == ["full_attention"] * 2
     sliding = MistralConfig(num_hidden_layers=2, sliding_window=4)
