@@ -164,6 +164,17 @@ def report(
     return _stages(directory, _layered(directory, recipe, report=config), Execution(), ["report"])
 
 
+@app.command
+def validate(directory: Annotated[Path, Parameter(help="Run directory to check.")], /) -> int:
+    """Check a run's tables: whole, consistent, recomputed; 0 sound, 1 not, 2 no run there."""
+    from cfkv.listing import print_validation
+    from cfkv.validate.run import validate as check
+
+    found = check(directory.expanduser())
+    print_validation(found)
+    return DONE if found.sound else ITEMS_FAILED
+
+
 @app.command(name="ls")
 def list_members(
     family: Annotated[str, Parameter(help="signals, labels, problems, models or benches.")], /

@@ -155,6 +155,13 @@ class CorrelateConfig(Config):
         description="Weight of the newest value in the EMA (the paper says only alpha = 0.9).",
     )
     rolling_window: int = Field(64, ge=2, description="Tokens in the trailing window of mean and z-score.")
+    high_damage: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="For kinds with a value and no threshold (eviction_kl), the share of a trace's tested tokens with "
+        "the largest value that is called high damage.",
+    )
     draws: int = Field(2000, ge=100, description="Bootstrap draws over traces for the AUROC.")
     level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
     seed: int = Field(0, ge=0, description="Seed of the bootstrap.")

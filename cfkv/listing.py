@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,10 @@ from rich.table import Table
 from cfkv.config import Execution, Recipe
 from cfkv.errors import unknown_name
 from cfkv.stage import Run, StageResult
+
+if TYPE_CHECKING:
+    from cfkv.validate._check import Check
+    from cfkv.validate.run import Validation
 
 FAMILIES = ("signals", "labels", "problems", "models", "benches")
 
@@ -133,3 +138,54 @@ def print_correlations(run: Run) -> None:
     from cfkv.schemas import CORRELATIONS
 
     Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))
+
+
+def print_validation(found: Validation) -> None:
+    """Every check with its count, then the violations, how the items ended, and what is known of the noise."""
+    from rich import box
+    from rich.markup import escape
+
+    console = Console()
+    table = Table(
+        "table", "check", "looked at", "wrong", title=f"checks of {found.path}", box=box.SIMPLE_HEAD
+    )
+    table.columns[0].no_wrap = True
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for place, checks in _by_name(found.checks).items():
+        seen, wrong = sum(check.seen for check in checks), sum(check.wrong for check in checks)
+        table.add_row(*place, f"{seen:,}", f"[bold red]{wrong:,}[/]" if wrong else "0")
+    console.print(table)
+    for check in found.checks:
+        if not check.wrong:
+            continue
+        console.print(f"[bold red]{check.wrong:,} wrong[/] in {escape(check.table)}: {escape(check.name)}")
+        for example in check.examples:
+            console.print(
+                f"  {escape(example.where)}: {escape(example.seen)}; expected {escape(example.expected)}"
+            )
+        if check.wrong > len(check.examples):
+            console.print(f"  and {check.wrong - len(check.examples):,} more")
+    statuses = Table("table", "status", "rows", "most frequent reason", title="statuses", box=box.SIMPLE_HEAD)
+    statuses.columns[2].justify = "right"
+    for entry in found.statuses:
+        for status, rows, reason in entry.rows:
+            statuses.add_row(escape(entry.place), escape(status), f"{rows:,}", escape(reason))
+    console.print(statuses)
+    floors = Table("labels", "noise", "", title="noise floor", box=box.SIMPLE_HEAD)
+    floors.columns[0].no_wrap = True
+    for kind, facts in found.floors.items():
+        for name, text in facts:
+            floors.add_row(escape(kind), escape(name), escape(text))
+    if found.floors:
+        console.print(floors)
+    total = sum(check.wrong for check in found.checks)
+    console.print("sound" if found.sound else f"[bold red]not sound: {total:,} violations[/]")
+
+
+def _by_name(checks: Sequence[Check]) -> dict[tuple[str, str], list[Check]]:
+    """Checks that differ only in the kind or group of their table, together."""
+    found: dict[tuple[str, str], list[Check]] = {}
+    for check in checks:
+        found.setdefault((check.table.partition("/")[0], check.name), []).append(check)
+    return found

@@ -174,7 +174,9 @@ CORRELATIONS = Table(
         layer=pa.int16(),
         smoothing=STRING,  # raw, ema, rolling_mean, rolling_z
         control=STRING,  # none
-        measure=STRING,  # spearman_pooled, spearman_within, auroc
+        # against the 0/1 label: spearman_pooled, spearman_within, auroc; against the kind's graded value:
+        # spearman_value_pooled, spearman_value_within
+        measure=STRING,
         estimate=pa.float64(),
         low=pa.float64(),
         high=pa.float64(),

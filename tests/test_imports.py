@@ -15,7 +15,7 @@ import cfkv
 PACKAGE = Path(cfkv.__file__).parent
 FOUNDATION = frozenset(
     ["errors", "registry", "config", "schemas", "store", "manifest"]
-    + ["stage", "workers", "progress", "answers", "math_match"]
+    + ["stage", "workers", "progress", "answers", "math_match", "kinds"]
 )
 # What each layer may import of cfkv besides itself. Layers that are not named (cli, session, plan, doctor,
 # listing) put the others together.
@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "signals": frozenset({"models", "traces", "foundation"}),
     "analysis": frozenset({"foundation"}),
     "report": frozenset({"analysis", "foundation"}),
+    "validate": frozenset({"analysis", "foundation"}),
     "loader": frozenset({"foundation"}),
 }
-TORCH_FREE = frozenset({"foundation", "analysis", "report", "loader"})
+TORCH_FREE = frozenset({"foundation", "analysis", "report", "validate", "loader"})
 TORCH_FREE_AT_TOP = frozenset({"cli", "listing"})
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(("cfkv", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in SOURCES}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import polars as pl
 import pyarrow as pa
+from pydantic import ValidationError
 
 from cfkv import store
 from cfkv.analysis.correlate import correlate
@@ -31,6 +32,17 @@ def upstream_stages(run: Run) -> tuple[str, ...]:
     return ("trace", *(name for name in names if name.startswith(("label:", "probe:"))))
 
 
+def recorded_config(run: Run) -> CorrelateConfig | None:
+    """The configuration that the run's correlations were made with; what an older cfkv did not ask is the default."""
+    record = run.manifest.stage("correlate")
+    if record is None:
+        return None
+    try:
+        return CorrelateConfig.model_validate(record["identity"]["config"]["correlate"])
+    except (ValidationError, KeyError, TypeError):
+        return None
+
+
 def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, patient: bool) -> StageResult:
     """Correlate everything that was probed with everything that was labelled; one process does it.
 
@@ -46,11 +58,11 @@ def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, pa
         outputs=(Output(CORRELATIONS),),
         n_parts=1,
         n_items=1,
+        version=2,
         upstream=upstream,
     )
-    record = run.manifest.stage("correlate")
-    config_unchanged = record is not None and record["identity"]["config"] == stage.config
-    mark = run.open_stage(stage, overwrite=execution.overwrite or config_unchanged)
+    unchanged = recorded_config(run) == config
+    mark = run.open_stage(stage, overwrite=execution.overwrite or unchanged)
     run.manifest.record_config("correlate", config)
 
     def process(index: int, advance: Callable[[int], None]) -> list[pa.Table]:

@@ -36,9 +36,9 @@ class LabelledTokens:
     places : one array per trace
         Tested tokens, counted from reasoning_start.
     offsets : array, shape (traces + 1,)
-        Where each trace's tokens begin in `positive` and `traces`.
-    positive, traces : array, shape (tokens,)
-        The label (importance 1), and the code of the trace.
+        Where each trace's tokens begin in `positive`, `values` and `traces`.
+    positive, values, traces : array, shape (tokens,)
+        The label (importance 1), the graded value (NaN where there is none), and the code of the trace.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class LabelledTokens:
     places: tuple[NDArray[np.int64], ...]
     offsets: NDArray[np.int64]
     positive: NDArray[np.bool_]
+    values: NDArray[np.float32]
     traces: NDArray[np.int64]
 
 
@@ -77,8 +78,8 @@ def labelled_tokens(token_labels: pl.DataFrame, kind: str, spans: Mapping[str, S
         For a label of an unknown trace, or one that does not cover the trace's tokens.
     """
     rows = token_labels.filter((pl.col("kind") == kind) & (pl.col("status") == "labelled")).sort("trace_id")
-    places, labels, names = [], [], []
-    for trace_id, importance in rows.select("trace_id", "importance").iter_rows():
+    places, labels, values, names = [], [], [], []
+    for trace_id, importance, value in rows.select("trace_id", "importance", "value").iter_rows():
         if trace_id not in spans:
             raise CfkvError(
                 f"token_labels of kind {kind!r} has the trace {trace_id!r}, which traces lacks (or without a "
@@ -87,11 +88,14 @@ def labelled_tokens(token_labels: pl.DataFrame, kind: str, spans: Mapping[str, S
         span = spans[trace_id]
         label = np.asarray(importance, dtype=np.int8)
         _check_length(f"importance of kind {kind!r}", trace_id, label.size, span)
+        graded = np.full(label.size, np.nan) if value is None else np.array(value, dtype=np.float32)
+        _check_length(f"value of kind {kind!r}", trace_id, graded.size, span)
         label = label[span.start : span.stop]
         tested = np.flatnonzero(label >= 0)
         names.append(trace_id)
         places.append(tested)
         labels.append(label[tested] == 1)
+        values.append(graded[span.start : span.stop][tested].astype(np.float32))
     problems = sorted({spans[name].problem for name in names}, key=repr)
     codes = {problem: code for code, problem in enumerate(problems)}
     sizes = np.array([place.size for place in places], dtype=np.int64)
@@ -102,6 +106,7 @@ def labelled_tokens(token_labels: pl.DataFrame, kind: str, spans: Mapping[str, S
         tuple(places),
         np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         np.concatenate([np.zeros(0, dtype=np.bool_), *labels]),
+        np.concatenate([np.zeros(0, dtype=np.float32), *values]),
         np.repeat(np.arange(len(names)), sizes),
     )
 

@@ -1,8 +1,8 @@
-"""Rank agreement between a signal and a 0/1 label: Spearman pooled and within traces, AUROC.
+"""Rank agreement between a signal and a label: Spearman pooled and within traces, AUROC.
 
 The signal is sorted once (`rank`); every measure reads that ranking. Against a 0/1 label Spearman's rho is
 the Pearson correlation of average ranks with the label itself, because the average ranks of two values are
-an affine function of them.
+an affine function of them. Against a graded value it is that of two sets of average ranks.
 """
 
 from __future__ import annotations
@@ -113,18 +113,10 @@ def spearman_within(ranking: Ranking, positive: Bools, traces: NDArray[np.intege
     array, shape (n_traces,)
         Signed as in `spearman`; NaN where signal or label is constant within the trace.
     """
-    n = ranking.order.size
-    if n == 0:
+    if ranking.order.size == 0:
         return np.full(n_traces, np.nan)
-    # The pooled order, stably regrouped by trace, is the order within each trace: no second float sort.
-    # numpy sorts 16-bit integers in linear time.
-    codes = traces.astype(np.int16 if n_traces <= np.iinfo(np.int16).max else np.int64)
-    order = ranking.order[np.argsort(codes[ranking.order], kind="stable")]
-    values, owner = ranking.values[order], traces[order]
-    first, stop = _runs((values[1:] != values[:-1]) | (owner[1:] != owner[:-1]), n)
-    size = np.bincount(traces, minlength=n_traces)
-    end = np.cumsum(size)
-    centred = 0.5 * (first + stop - (2 * end - size)[owner])
+    order, centred = _ranks_by_trace(ranking, traces, n_traces)
+    size, owner = np.bincount(traces, minlength=n_traces), traces[order]
     hit = positive[order]
     shared = np.bincount(owner[hit], weights=centred[hit], minlength=n_traces)
     rank_variance = np.bincount(owner, weights=centred * centred, minlength=n_traces)
@@ -133,6 +125,45 @@ def spearman_within(ranking: Ranking, positive: Bools, traces: NDArray[np.intege
     rho = np.full(n_traces, np.nan)
     usable = variance > 0
     rho[usable] = shared[usable] * np.sqrt(size[usable] / variance[usable])
+    return np.clip(rho, -1.0, 1.0)
+
+
+def centred_ranks(ranking: Ranking) -> Floats:
+    """Average ranks less their mean, one per value in the unsorted order."""
+    ranks = np.empty(ranking.order.size)
+    ranks[ranking.order] = 0.5 * (ranking.first + ranking.stop - ranking.order.size)
+    return ranks
+
+
+def centred_ranks_within(ranking: Ranking, traces: NDArray[np.integer], n_traces: int) -> Floats:
+    """Average ranks within each trace less their mean there, one per value in the unsorted order."""
+    ranks = np.empty(ranking.order.size)
+    if ranks.size:
+        order, centred = _ranks_by_trace(ranking, traces, n_traces)
+        ranks[order] = centred
+    return ranks
+
+
+def correlate_ranks(ranks: Floats, others: Floats) -> float:
+    """Spearman's rho of two sets of centred ranks; NaN where one is constant."""
+    variance = float(ranks @ ranks) * float(others @ others)
+    return (
+        float(np.clip(float(ranks @ others) / math.sqrt(variance), -1.0, 1.0)) if variance > 0 else math.nan
+    )
+
+
+def correlate_ranks_within(
+    ranks: Floats, others: Floats, traces: NDArray[np.integer], n_traces: int
+) -> Floats:
+    """Spearman's rho per trace of two sets of ranks centred within traces; NaN where one is constant there."""
+
+    def sums(products: Floats) -> Floats:
+        return np.bincount(traces, weights=products, minlength=n_traces).astype(np.float64)
+
+    variance = sums(ranks * ranks) * sums(others * others)
+    rho = np.full(n_traces, np.nan)
+    usable = variance > 0
+    rho[usable] = sums(ranks * others)[usable] / np.sqrt(variance[usable])
     return np.clip(rho, -1.0, 1.0)
 
 
@@ -212,6 +243,20 @@ def auroc(values: ArrayLike, truth: ArrayLike) -> float:
     average = 0.5 * (ranking.first + ranking.stop + 1)
     rank_sum = float(average[positive[ranking.order]].sum())
     return (rank_sum - n_positive * (n_positive + 1) / 2) / n_pairs
+
+
+def _ranks_by_trace(ranking: Ranking, traces: NDArray[np.integer], n_traces: int) -> tuple[Ints, Floats]:
+    """Tokens trace by trace, ascending within each, and their average ranks there less the mean."""
+    n = ranking.order.size
+    # The pooled order, stably regrouped by trace, is the order within each trace: no second float sort.
+    # numpy sorts 16-bit integers in linear time.
+    codes = traces.astype(np.int16 if n_traces <= np.iinfo(np.int16).max else np.int64)
+    order = ranking.order[np.argsort(codes[ranking.order], kind="stable")]
+    values, owner = ranking.values[order], traces[order]
+    first, stop = _runs((values[1:] != values[:-1]) | (owner[1:] != owner[:-1]), n)
+    size = np.bincount(traces, minlength=n_traces)
+    end = np.cumsum(size)
+    return order, 0.5 * (first + stop - (2 * end - size)[owner])
 
 
 def _runs(changes: Bools, n: int) -> tuple[Ints, Ints]:

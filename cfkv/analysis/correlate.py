@@ -16,13 +16,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from cfkv.analysis import _tokens, association, intervals, resampling
+from cfkv.analysis.high_damage import NO_HIGH_DAMAGE, graded_kinds, with_high_damage
 from cfkv.analysis.intervals import Estimate, WithinEstimate
 from cfkv.analysis.multiplicity import benjamini_hochberg
 from cfkv.analysis.smoothing import smooth
 from cfkv.config import CorrelateConfig
 from cfkv.schemas import CORRELATIONS
 
-MEASURES = ("spearman_pooled", "spearman_within", "auroc")
+BINARY = ("spearman_pooled", "spearman_within", "auroc")
+GRADED = ("spearman_value_pooled", "spearman_value_within")
+MEASURES = (*BINARY, *GRADED)
 POSITION = "position"
 
 
@@ -38,7 +41,8 @@ def correlate(
     ----------
     traces, token_labels : DataFrame
         The tables of those names. Used are the tested tokens (importance >= 0) of traces whose label status
-        is `labelled`; the label is importance 1.
+        is `labelled`; the label is importance 1. For kinds that store a value and no importance it is high damage
+        (`high_damage.high_damage`, with config.high_damage), and traces of one value alone are left out.
     signals : mapping from group to DataFrame
         Signal tables; rows with kv_head = -1 are used. A trace that a group lacks is left out of its rows.
     config : CorrelateConfig
@@ -48,10 +52,11 @@ def correlate(
     DataFrame
         The table `correlations`, sorted by its key: one row per kind, signal, layer, smoothing and measure.
         The signal `position` (index within the reasoning, no layer, raw) is always among them: a signal that
-        only drifts along a trace looks like it.
+        only drifts along a trace looks like it. spearman_pooled, spearman_within and auroc are against the label,
+        spearman_value_pooled and spearman_value_within against the kind's graded value at the same tokens.
         Positive (AUROC above 0.5) = the signal is larger on important tokens. A row has an estimate, an
         interval and a p-value, or none of them and a `nan_reason`. The counts are of what entered the
-        estimate: spearman_within leaves out traces in which signal or label is constant.
+        estimate: the within measures leave out traces in which signal or label (or value) is constant.
 
     Raises
     ------
@@ -61,7 +66,16 @@ def correlate(
     """
     spans = _tokens.reasoning_spans(traces)
     kinds = sorted(token_labels["kind"].unique().to_list())
-    studies = [_Study(_tokens.labelled_tokens(token_labels, kind, spans), config) for kind in kinds]
+    graded = graded_kinds(token_labels)
+    decided = with_high_damage(token_labels, traces, config.high_damage)
+    studies = [
+        _Study(
+            _tokens.labelled_tokens(decided, kind, spans),
+            config,
+            untested=NO_HIGH_DAMAGE if kind in graded else "no tested tokens",
+        )
+        for kind in kinds
+    ]
     rows: list[tuple[object, ...]] = []
     for name, group in _tokens.signal_names(signals):
         labelled = {trace_id for study in studies for trace_id in study.tokens.trace_ids}
@@ -122,13 +136,56 @@ class _Result:
         )
 
 
-class _Study:
-    """The tokens of one label kind, with the resamples that all its rows share."""
+@dataclass(frozen=True)
+class _Sample:
+    """The tokens that enter a measure, with their traces and problems.
 
-    def __init__(self, tokens: _tokens.LabelledTokens, config: CorrelateConfig) -> None:
+    `counts` is traces, tokens, important tokens; `problem` is the problem of each present trace, `cluster_of` the
+    same over all traces. A trace without a token here is absent.
+    """
+
+    ranking: association.Ranking
+    positive: NDArray[np.bool_]
+    graded: NDArray[np.float32]
+    owner: NDArray[np.int64]
+    size: NDArray[np.int64]
+    important: NDArray[np.int64]
+    problem: NDArray[np.int64]
+    cluster_of: NDArray[np.int64]
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """Traces with a token here."""
+        return self.size > 0
+
+    @property
+    def n_clusters(self) -> int:
+        """Problems with a token here."""
+        return int(self.problem.max()) + 1 if self.problem.size else 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Traces, tokens, important tokens."""
+        return int(self.present.sum()), int(self.size.sum()), int(self.important.sum())
+
+    @property
+    def few(self) -> str | None:
+        """Why there is no interval over traces, or None."""
+        return intervals.too_few(self.counts[0], self.n_clusters)
+
+
+class _Study:
+    """The tokens of one label kind, with the resamples that all its rows share.
+
+    `untested` is the reason of all rows if there are no tokens.
+    """
+
+    def __init__(self, tokens: _tokens.LabelledTokens, config: CorrelateConfig, *, untested: str) -> None:
         self.tokens = tokens
         self.config = config
+        self.untested = untested
         self._counts: dict[int, NDArray[np.float64]] = {}
+        self._whole_ranks: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def counts(self, n_clusters: int) -> NDArray[np.float64]:
         """The same resamples for every row with this many clusters, whatever was asked before."""
@@ -139,60 +196,104 @@ class _Study:
 
     def measure(self, values: NDArray[np.float32]) -> Iterator[_Result]:
         """All measures of one (signal, layer, smoothing); `values` has one value per tested token."""
-        positive, owner = self.tokens.positive, self.tokens.traces
         finite = np.isfinite(values)
-        if not finite.all():
-            values, positive, owner = values[finite], positive[finite], owner[finite]
-        n_traces = len(self.tokens.trace_ids)
+        sample = self._sample(values, finite)
+        yield from self._binary(sample)
+        valued = finite & np.isfinite(self.tokens.values)
+        yield from self._graded(sample if valued.sum() == finite.sum() else self._sample(values, valued))
+
+    def _sample(self, values: NDArray[np.float32], kept: NDArray[np.bool_]) -> _Sample:
+        tokens, n_traces = self.tokens, len(self.tokens.trace_ids)
+        positive, graded, owner = tokens.positive, tokens.values, tokens.traces
+        if not kept.all():
+            values, positive, graded, owner = values[kept], positive[kept], graded[kept], owner[kept]
         size = np.bincount(owner, minlength=n_traces)
-        important = np.bincount(owner[positive], minlength=n_traces)
         present = size > 0
-        problems, problem = np.unique(self.tokens.clusters[present], return_inverse=True)
+        _, problem = np.unique(tokens.clusters[present], return_inverse=True)
         cluster_of = np.zeros(n_traces, dtype=np.int64)
         cluster_of[present] = problem
-        n_present, n_clusters = int(present.sum()), problems.size
-        sums = (n_present, int(size.sum()), int(important.sum()))
-
+        important = np.bincount(owner[positive], minlength=n_traces)
         ranking = association.rank(values)
-        reason = _degenerate(ranking, sums[1], sums[2])
+        return _Sample(ranking, positive, graded, owner, size, important, problem, cluster_of)
+
+    def _binary(self, sample: _Sample) -> Iterator[_Result]:
+        """Against the 0/1 label."""
+        counts, level, n_traces = sample.counts, self.config.level, len(self.tokens.trace_ids)
+        ranking, positive, owner, few = sample.ranking, sample.positive, sample.owner, sample.few
+        reason = self._degenerate(sample, "one class only" if counts[2] in (0, counts[1]) else None)
         if reason:
-            for measure in MEASURES:
-                yield _Result(measure, intervals.undefined(reason), *sums)
+            for measure in BINARY:
+                yield _Result(measure, intervals.undefined(reason), *counts)
             return
-        few = intervals.too_few(n_present, n_clusters)
-        level = self.config.level
 
         if few:
             pooled = intervals.undefined(few)
         else:
-            pooled = intervals.fisher_z_interval(association.spearman(ranking, positive), n_clusters, level)
-        yield _Result("spearman_pooled", pooled, *sums)
+            rho = association.spearman(ranking, positive)
+            pooled = intervals.fisher_z_interval(rho, sample.n_clusters, level)
+        yield _Result("spearman_pooled", pooled, *counts)
 
         rhos = association.spearman_within(ranking, positive, owner, n_traces)
-        # A trace without a value is absent, not dropped as constant.
-        within: WithinEstimate = intervals.within_interval(rhos[present], problem, level)
-        used = np.isfinite(rhos)
-        yield _Result(
-            "spearman_within", within, within.n_traces, int(size[used].sum()), int(important[used].sum())
-        )
+        yield self._within("spearman_within", sample, rhos)
 
         if few:
             area = intervals.undefined(few)
         else:
-            clusters = cluster_of[owner]
+            clusters, n_clusters = sample.cluster_of[owner], sample.n_clusters
             wins = association.pairwise_wins(ranking, positive, clusters, n_clusters)
             positives = np.bincount(clusters[positive], minlength=n_clusters).astype(np.float64)
             negatives = np.bincount(clusters[~positive], minlength=n_clusters).astype(np.float64)
             area = resampling.bootstrap_auroc(wins, positives, negatives, self.counts(n_clusters), level)
-        yield _Result("auroc", area, *sums)
+        yield _Result("auroc", area, *counts)
 
+    def _graded(self, sample: _Sample) -> Iterator[_Result]:
+        """Against the kind's value; `sample` holds only tokens that have one."""
+        counts, n_traces = sample.counts, len(self.tokens.trace_ids)
+        if counts[1] == 0 and self.tokens.positive.size:
+            reason: str | None = "no values"
+        else:
+            constant = counts[1] > 0 and bool(sample.graded.min() == sample.graded.max())
+            reason = self._degenerate(sample, "constant value" if constant else None)
+        if reason:
+            for measure in GRADED:
+                yield _Result(measure, intervals.undefined(reason), *counts)
+            return
+        whole, within = self._value_ranks(sample)
+        if sample.few:
+            pooled = intervals.undefined(sample.few)
+        else:
+            rho = association.correlate_ranks(association.centred_ranks(sample.ranking), whole)
+            pooled = intervals.fisher_z_interval(rho, sample.n_clusters, self.config.level)
+        yield _Result("spearman_value_pooled", pooled, *counts)
+        ranks = association.centred_ranks_within(sample.ranking, sample.owner, n_traces)
+        rhos = association.correlate_ranks_within(ranks, within, sample.owner, n_traces)
+        yield self._within("spearman_value_within", sample, rhos)
 
-def _degenerate(ranking: association.Ranking, n_tokens: int, n_important: int) -> str | None:
-    if n_tokens == 0:
-        return "no tested tokens"
-    if n_important in (0, n_tokens):
-        return "one class only"
-    return "constant signal" if ranking.constant else None
+    def _within(self, measure: str, sample: _Sample, rhos: NDArray[np.float64]) -> _Result:
+        # A trace without a value is absent, not dropped as constant.
+        estimate: WithinEstimate = intervals.within_interval(
+            rhos[sample.present], sample.problem, self.config.level
+        )
+        used = np.isfinite(rhos)
+        n_tokens, n_important = int(sample.size[used].sum()), int(sample.important[used].sum())
+        return _Result(measure, estimate, estimate.n_traces, n_tokens, n_important)
+
+    def _value_ranks(self, sample: _Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Centred ranks of the graded value, pooled and within traces; those of all tokens are made once."""
+        complete = sample.graded.size == self.tokens.values.size
+        if complete and self._whole_ranks is not None:
+            return self._whole_ranks
+        ranking = association.rank(sample.graded)
+        within = association.centred_ranks_within(ranking, sample.owner, len(self.tokens.trace_ids))
+        found = (association.centred_ranks(ranking), within)
+        if complete:
+            self._whole_ranks = found
+        return found
+
+    def _degenerate(self, sample: _Sample, label_reason: str | None) -> str | None:
+        if sample.ranking.order.size == 0:
+            return "no tested tokens" if self.tokens.positive.size else self.untested
+        return label_reason or ("constant signal" if sample.ranking.constant else None)
 
 
 def _adjusted(rows: list[tuple[object, ...]], level: float) -> pl.DataFrame:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cfkv.analysis.intervals import Estimate, undefined
 from cfkv.analysis.resampling import bootstrap_share, cluster_counts
 from cfkv.errors import CfkvError, unknown_name
+from cfkv.kinds import kind_facts
 from cfkv.schemas import NOT_FAILURES
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def strongest(frame: pl.DataFrame, n: int, measure: str = "spearman_within") -> 
     n : int
         Rows at most.
     measure : str
-        spearman_within (default: free of differences between traces), spearman_pooled or auroc.
+        spearman_within (default: free of differences between traces) or another measure of the table.
 
     Returns
     -------
@@ -77,7 +78,7 @@ def correlation_table(frame: pl.DataFrame) -> Table:
         title="Signals against labels, each at its strongest layer and smoothing",
         caption=f"rho: Spearman within traces, averaged over traces. Brackets: {level:g} % intervals. "
         "Adjusted p: of rho, Benjamini-Hochberg over all tests of a label "
-        f"({n_tests:,} over all labels here). The best of many is flattered.",
+        f"({n_tests:,} over all labels here). The best of many is flattered.{_high_damage(frame)}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         leading=1,
@@ -115,7 +116,7 @@ class LabelCounts:
     n_labelled : traces with labels
     n_failed_by_status : failed traces by the name of the failure; failed labels as `labels: <status>`
     n_windows, n_flipped : interventions of this kind, and those that changed the answer
-    n_tested, n_important : tokens of labelled traces
+    n_tested, n_important : tokens of labelled traces (of graded kinds after `high_damage.with_high_damage` alone)
     important_share : pooled over tokens, with a bootstrap interval over problems; NaN with a reason below two
     """
 
@@ -242,6 +243,13 @@ def _strongest_rows(frame: pl.DataFrame) -> list[dict[str, Any]]:
     # A kind that has no estimate at all has one row, for its reason.
     barren = pl.col("strength").max().over("kind") < 0
     return strongest_first.filter(~barren | (pl.int_range(pl.len()).over("kind") == 0)).to_dicts()
+
+
+def _high_damage(frame: pl.DataFrame) -> str:
+    graded = [kind for kind in sorted(frame["kind"].unique()) if kind_facts(kind).graded]
+    if not graded:
+        return ""
+    return f" The label of {', '.join(graded)} is high damage: the largest values of each trace."
 
 
 def _combination(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from cfkv import store
-from cfkv.config import ReportConfig
+from cfkv.analysis._stage import recorded_config
+from cfkv.analysis.high_damage import graded_kinds
+from cfkv.config import CorrelateConfig, ReportConfig
 from cfkv.manifest import write_text
 from cfkv.report.card import dataset_card
 from cfkv.report.figures import figures_svg, write_figures
 from cfkv.report.html import render_report
-from cfkv.schemas import CORRELATIONS, PROBED, TOKEN_LABELS, TRACES, WINDOWS
+from cfkv.schemas import CORRELATIONS, EVICTION_KL, PROBED, TOKEN_LABELS, TRACES, WINDOWS
 from cfkv.stage import Run
 
 
@@ -20,18 +22,23 @@ def run_report(run: Run, config: ReportConfig) -> Path:
         run.wait_for(name, patient=False)
     correlations = store.collect(run.path, CORRELATIONS)
     manifest = run.manifest.read()
-    write_figures(correlations, run.path / "figures")
     traces = store.collect(run.path, TRACES)
+    token_labels = store.collect(run.path, TOKEN_LABELS)
+    graded = graded_kinds(token_labels)
+    asked = recorded_config(run) or CorrelateConfig()
+    write_figures(correlations, run.path / "figures", graded=graded)
     page = render_report(
         title=f"cfkv: {run.path.resolve().name}",
         manifest=manifest,
         traces=traces,
         windows=store.collect(run.path, WINDOWS),
-        token_labels=store.collect(run.path, TOKEN_LABELS),
+        eviction_kl=store.collect(run.path, EVICTION_KL),
+        token_labels=token_labels,
         probed=store.collect(run.path, PROBED),
         correlations=correlations,
         config=config,
-        figures_svg=figures_svg(correlations),
+        figures_svg=figures_svg(correlations, graded=graded),
+        high_damage=asked.high_damage,
     )
     path = run.path / "report.html"
     write_text(path, page)

@@ -23,10 +23,10 @@ def auroc_rows(correlations: pl.DataFrame, kind: str) -> pl.DataFrame:
     return band_rows(correlations, kind, measure="auroc", smoothings=chosen or None)
 
 
-def auroc_figure(correlations: pl.DataFrame, kind: str) -> Figure:
+def auroc_figure(correlations: pl.DataFrame, kind: str, *, subject: str = "token importance") -> Figure:
     """AUROC of each signal (rows) and layer (columns) as a map centred at .5.
 
-    A dot marks an adjusted p-value below 5 %.
+    A dot marks an adjusted p-value below 5 %. `subject` is what the signals are held against.
     """
     import numpy as np
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def auroc_figure(correlations: pl.DataFrame, kind: str) -> Figure:
         figure.colorbar(mesh, ax=list(axes), label="AUROC", fraction=0.025, pad=0.015)
         figure.supxlabel("layer (emb = embedding output; • adjusted p < .05; grey: no estimate)", fontsize=9)
         figure.suptitle(
-            f"{kind}: AUROC of each signal for token importance, n = {span(rows['n_traces'])} traces",
+            f"{kind}: AUROC of each signal for {subject}, n = {span(rows['n_traces'])} traces",
             fontsize=11,
             x=0.01,
             ha="left",

@@ -63,11 +63,12 @@ def band_figure(
     *,
     measure: str = "spearman_within",
     smoothings: Sequence[str] | None = None,
+    subject: str = "token importance",
 ) -> Figure:
     """Estimate by layer with its interval as a band: one panel per signal, one line per smoothing.
 
     Filled markers have an adjusted p-value below 5 %, hollow ones have not; a grey cross stands where there
-    is no estimate.
+    is no estimate. `subject` is what the signals are held against.
     """
     from matplotlib.figure import Figure
 
@@ -93,7 +94,7 @@ def band_figure(
         name = MEASURES.get(measure, measure).replace("ρ", "Spearman ρ")
         figure.supylabel(f"{name}{' (−1 to 1)' if 'spearman' in measure else ' (0 to 1)'}", fontsize=9)
         figure.suptitle(
-            f"{kind}: {name} between signal and token importance, n = {span(rows['n_traces'])} traces",
+            f"{kind}: {name} between signal and {subject}, n = {span(rows['n_traces'])} traces",
             fontsize=11,
             x=0.01,
             ha="left",

@@ -71,19 +71,25 @@ def count_windows(windows: pl.DataFrame, kind: str) -> WindowCounts:
     )
 
 
-def count_under_floor(windows: pl.DataFrame, kind: str) -> tuple[int, int] | None:
-    """Windows of a kind that move the answer no more than rounding does, and windows that have a floor.
+@dataclass(frozen=True)
+class RemovalCounts:
+    """Removals of one label kind: `replayed` rows, `pairs` of them of two blocks, at `checkpoints` of `traces`."""
 
-    The floor of a trace is the largest |delta_nll| of its `null` windows. None without a null kind, or for it.
-    """
-    good = windows.filter(pl.col("status") == "ok", pl.col("delta_nll").is_finite())
-    floors = (
-        good.filter(pl.col("kind") == "null").group_by("trace_id").agg(floor=pl.col("delta_nll").abs().max())
+    replayed: int
+    pairs: int
+    checkpoints: int
+    traces: int
+
+
+def count_removals(eviction_kl: pl.DataFrame, kind: str) -> RemovalCounts:
+    """Rows of the eviction table of one kind."""
+    rows = eviction_kl.filter(pl.col("kind") == kind)
+    return RemovalCounts(
+        replayed=rows.height,
+        pairs=rows.filter(pl.col("blocks").list.len() > 1).height,
+        checkpoints=rows.select("trace_id", "step").unique().height,
+        traces=rows["trace_id"].n_unique(),
     )
-    held = good.filter(pl.col("kind") == kind).join(floors, on="trace_id")
-    if kind == "null" or held.is_empty():
-        return None
-    return held.filter(pl.col("delta_nll").abs() <= pl.col("floor")).height, held.height
 
 
 def label_kinds(*tables: pl.DataFrame) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import polars as pl
 
 from cfkv.report.auroc import auroc_figure, auroc_rows
 from cfkv.report.bands import band_figure, band_rows
+from cfkv.report.meanings import wording
 from cfkv.report.style import styled
 from cfkv.report.text import slug
 
@@ -40,24 +42,37 @@ def svg_text(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def draw_figures(correlations: pl.DataFrame, *, measure: str = "spearman_within") -> dict[str, Figure]:
-    """Every figure by its name, `bands-KIND` and `auroc-KIND`, for each label kind that has an estimate."""
+def draw_figures(
+    correlations: pl.DataFrame, *, measure: str = "spearman_within", graded: Collection[str] = ()
+) -> dict[str, Figure]:
+    """Every figure by its name, `bands-KIND` and `auroc-KIND`, for each label kind that has an estimate.
+
+    `graded` kinds speak of high damage instead of importance.
+    """
     figures: dict[str, Figure] = {}
     for kind in correlations["kind"].unique(maintain_order=True):
+        subject = wording(kind, graded=kind in graded).subject
         if band_rows(correlations, kind, measure=measure)["estimate"].is_finite().any():
-            figures[f"bands-{slug(kind)}"] = band_figure(correlations, kind, measure=measure)
+            figures[f"bands-{slug(kind)}"] = band_figure(correlations, kind, measure=measure, subject=subject)
         if auroc_rows(correlations, kind)["estimate"].is_finite().any():
-            figures[f"auroc-{slug(kind)}"] = auroc_figure(correlations, kind)
+            figures[f"auroc-{slug(kind)}"] = auroc_figure(correlations, kind, subject=subject)
     return figures
 
 
-def figures_svg(correlations: pl.DataFrame, *, measure: str = "spearman_within") -> dict[str, str]:
+def figures_svg(
+    correlations: pl.DataFrame, *, measure: str = "spearman_within", graded: Collection[str] = ()
+) -> dict[str, str]:
     """The figures as SVG texts, by name: what `render_report` puts into the page."""
-    return {name: svg_text(figure) for name, figure in draw_figures(correlations, measure=measure).items()}
+    drawn = draw_figures(correlations, measure=measure, graded=graded)
+    return {name: svg_text(figure) for name, figure in drawn.items()}
 
 
 def write_figures(
-    correlations: pl.DataFrame, directory: Path, *, measure: str = "spearman_within"
+    correlations: pl.DataFrame,
+    directory: Path,
+    *,
+    measure: str = "spearman_within",
+    graded: Collection[str] = (),
 ) -> list[Path]:
     """Write each figure as PNG and SVG into `directory`, and the plotted values as bands.csv and auroc.csv.
 
@@ -77,7 +92,7 @@ def write_figures(
         path = directory / f"{name}.csv"
         pl.concat(parts).write_csv(path)
         written.append(path)
-    for name, figure in draw_figures(correlations, measure=measure).items():
+    for name, figure in draw_figures(correlations, measure=measure, graded=graded).items():
         png, svg = directory / f"{name}.png", directory / f"{name}.svg"
         with styled():
             figure.savefig(png, format="png", dpi=DPI)

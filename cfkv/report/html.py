@@ -8,10 +8,12 @@ from typing import Any
 
 import polars as pl
 
+from cfkv.analysis.floor import floor_facts
+from cfkv.analysis.high_damage import graded_kinds, with_high_damage
 from cfkv.analysis.summary import label_counts
 from cfkv.config import ReportConfig, canonical_json
-from cfkv.report.counts import count_traces, count_under_floor, count_windows, failure_rows, label_kinds
-from cfkv.report.meanings import MEANINGS
+from cfkv.report.counts import count_removals, count_traces, count_windows, failure_rows, label_kinds
+from cfkv.report.meanings import MEANINGS, Wording, wording
 from cfkv.report.svg import inline_svg
 from cfkv.report.tables import TOP_ROWS, correlation_table, significance_sentence
 from cfkv.report.text import MEASURES, count, number, percent, slug, span
@@ -26,11 +28,13 @@ def render_report(
     manifest: dict[str, Any],
     traces: pl.DataFrame,
     windows: pl.DataFrame,
+    eviction_kl: pl.DataFrame,
     token_labels: pl.DataFrame,
     probed: pl.DataFrame,
     correlations: pl.DataFrame,
     config: ReportConfig,
     figures_svg: dict[str, str],
+    high_damage: float = 0.1,
 ) -> str:
     """The report of a run as the text of one HTML page.
 
@@ -40,12 +44,14 @@ def render_report(
         Heading of the page.
     manifest : dict
         Content of run.json; what it lacks is left out.
-    traces, windows, token_labels, probed, correlations : DataFrame
+    traces, windows, eviction_kl, token_labels, probed, correlations : DataFrame
         The run's tables (cfkv.schemas), each possibly without rows.
     config : ReportConfig
         How many traces are shown.
     figures_svg : dict
         SVG texts by name, `bands-KIND` and `auroc-KIND`, from `cfkv.report.figures.figures_svg`.
+    high_damage : float
+        The share of a trace that the correlations call high damage, for kinds that store a value alone.
 
     Raises
     ------
@@ -61,8 +67,22 @@ def render_report(
         name: inline_svg(svg, f"fig-{slug(name)}", f"Figure {name}; its values are in the table below")
         for name, svg in figures_svg.items()
     }
+    graded = graded_kinds(token_labels)
+    decided = with_high_damage(token_labels, traces, high_damage)
     sections = [
-        _section(kind, traces, token_labels, windows, correlations, config, plots, stages) for kind in kinds
+        _section(
+            kind,
+            wording(kind, graded=kind in graded, share=high_damage),
+            traces,
+            decided,
+            windows,
+            eviction_kl,
+            correlations,
+            config,
+            plots,
+            stages,
+        )
+        for kind in kinds
     ]
     used = {name for kind in kinds for name in (f"bands-{slug(kind)}", f"auroc-{slug(kind)}")}
     environment = jinja2.Environment(
@@ -94,9 +114,11 @@ def render_report(
 
 def _section(
     kind: str,
+    words: Wording,
     traces: pl.DataFrame,
     token_labels: pl.DataFrame,
     windows: pl.DataFrame,
+    eviction_kl: pl.DataFrame,
     correlations: pl.DataFrame,
     config: ReportConfig,
     plots: Mapping[str, str],
@@ -112,18 +134,22 @@ def _section(
         "meaning": MEANINGS.get(kind),
         "labels": label_counts(traces, token_labels, windows, kind) if labelled else None,
         "windows": count_windows(windows, kind),
-        "under_floor": count_under_floor(windows, kind),
+        "removals": count_removals(eviction_kl, kind),
+        "floor": floor_facts(kind, windows, eviction_kl, _find_config(stages, kind)),
+        "words": words,
         "bands": plots.get(f"bands-{slug(kind)}"),
         "auroc": plots.get(f"auroc-{slug(kind)}"),
         "level": f"{100 * levels[0]:.0f} %" if len(levels) else "",
         "tests": significance_sentence(correlations, kind),
         "top": correlation_table(correlations, kind, top=TOP_ROWS),
         "full": correlation_table(correlations, kind),
-        "traces": _shown(kind, traces, token_labels, config.traces),
+        "traces": _shown(kind, words, traces, token_labels, config.traces),
     }
 
 
-def _shown(kind: str, traces: pl.DataFrame, token_labels: pl.DataFrame, wanted: int) -> list[dict[str, Any]]:
+def _shown(
+    kind: str, words: Wording, traces: pl.DataFrame, token_labels: pl.DataFrame, wanted: int
+) -> list[dict[str, Any]]:
     labels = {row["trace_id"]: row for row in token_labels.filter(pl.col("kind") == kind).to_dicts()}
     shown = []
     for trace_id in choose_traces(traces, token_labels, kind, wanted):
@@ -140,13 +166,17 @@ def _shown(kind: str, traces: pl.DataFrame, token_labels: pl.DataFrame, wanted: 
         if label is None:
             facts.append(("labels", "none"))
         else:
-            facts += [
-                ("labels", label["status"]),
-                ("answer from the unmodified context", _quoted(label["control_answer"])),
-                ("windows flipped", f"{label['n_flipped'] or 0} of {label['n_windows'] or 0}"),
-                ("important", f"{sum(flags)} of {len(flags)} tokens ({percent(sum(flags), len(flags))})"),
-            ]
-        shown.append({"id": trace_id, "facts": facts, "tokens": tokens_html(row, label)})
+            facts.append(("labels", label["status"]))
+            if label["status"] == "labelled" and label["control_agrees"] is None:  # it regenerates no answer
+                facts.append(("removals", count(label["n_windows"] or 0)))
+            else:
+                facts += [
+                    ("answer from the unmodified context", _quoted(label["control_answer"])),
+                    ("windows flipped", f"{label['n_flipped'] or 0} of {label['n_windows'] or 0}"),
+                ]
+            told = f"{sum(flags)} of {len(flags)} tokens ({percent(sum(flags), len(flags))})"
+            facts.append((words.positive, told))
+        shown.append({"id": trace_id, "facts": facts, "tokens": tokens_html(row, label, words=words)})
     return shown
 
 

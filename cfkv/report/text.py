@@ -10,8 +10,9 @@ MEASURES = {
     "spearman_within": "within-trace ρ",
     "spearman_pooled": "pooled ρ",
     "auroc": "AUROC",
+    "spearman_value_within": "within-trace ρ with the value",
 }
-NULL_VALUE = {"spearman_within": 0.0, "spearman_pooled": 0.0, "auroc": 0.5}
+NULL_VALUE = {"spearman_within": 0.0, "spearman_pooled": 0.0, "auroc": 0.5, "spearman_value_within": 0.0}
 
 
 def known(value: float | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from cfkv.errors import CfkvError
+from cfkv.report.meanings import Wording, wording
 from cfkv.report.text import number
 
 MAX_TOKENS = 4000
@@ -37,14 +38,21 @@ def visible(text: str) -> str:
 
 
 def tokens_html(
-    trace: Mapping[str, Any], label: Mapping[str, Any] | None, *, max_tokens: int = MAX_TOKENS
+    trace: Mapping[str, Any],
+    label: Mapping[str, Any] | None,
+    *,
+    words: Wording | None = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> str:
     """The shaded tokens of one trace, with their legend.
 
     Parameters
     ----------
     trace, label : mapping
-        A row of TRACES and the row of TOKEN_LABELS of the same trace (None, or null lists: nothing tested).
+        A row of TRACES and the row of TOKEN_LABELS of the same trace (None, or null lists: nothing tested); for a
+        graded kind with high damage as its `importance`.
+    words : Wording, optional
+        How the label is named; those of window kinds if left out.
     max_tokens : int
         Longer traces are cut, with a sentence that says so.
 
@@ -61,18 +69,26 @@ def tokens_html(
             f"trace {trace['trace_id']!r} has {len(ids)} token ids and {len(texts)} token texts; "
             "they must be equally many: write the traces again"
         )
+    words = words or wording("", graded=False)
     scale = _scale(importance, values)
     prompt_len = trace["prompt_len"] or 0
     spans = [
         _span(
-            i, ids[i], texts[i] or "", "prompt" if i < prompt_len else None, importance[i], values[i], scale
+            i,
+            ids[i],
+            texts[i] or "",
+            "prompt" if i < prompt_len else None,
+            importance[i],
+            values[i],
+            scale,
+            words,
         )
         for i in range(min(len(ids), max_tokens))
     ]
     cut = ""
     if len(ids) > max_tokens:
         cut = f'<p class="note">Cut after {max_tokens:,} of {len(ids):,} tokens.</p>'
-    return f'{_legend(scale)}<div class="tokens">{"".join(spans)}</div>{cut}'
+    return f'{_legend(scale, words)}<div class="tokens">{"".join(spans)}</div>{cut}'
 
 
 def _column(
@@ -101,7 +117,14 @@ def _scale(importance: Sequence[int], values: Sequence[float | None]) -> float:
 
 
 def _span(
-    position: int, token_id: int, text: str, region: str | None, flag: int, value: float | None, scale: float
+    position: int,
+    token_id: int,
+    text: str,
+    region: str | None,
+    flag: int,
+    value: float | None,
+    scale: float,
+    words: Wording,
 ) -> str:
     name = region or {1: "imp", 0: "not"}.get(flag, "untested")
     tip = f"position {position} · id {token_id} · "
@@ -110,21 +133,28 @@ def _span(
         effect = value if value is not None and value > 0 else 0.0
         opacity = _FLOOR + (1 - _FLOOR) * min(1.0, effect / scale if scale else 0.0)
         style = f' style="--a:{opacity:.2f}"'
-        tip += f"importance {flag} · value {number(value)} nats/token"
+        tip += f"{words.noun} {flag} · value {_size(value)} {words.unit}"
     else:
         tip += "prompt" if region else "untested"
     breaks = "<br>" if "\n" in text else ""
     return f'<span class="t {name}"{style} title="{escape(tip)}">{visible(text)}</span>{breaks}'
 
 
-def _legend(scale: float) -> str:
+def _size(value: float | None) -> str:
+    """Three decimals, or two significant digits where those would all be 0."""
+    if value is None or not 0 < abs(value) < 0.0005:
+        return number(value)
+    return f"{value:.1e}".replace("-", "−")
+
+
+def _legend(scale: float, words: Wording) -> str:
     ramp = "".join(f'<span class="t {name}" style="--a:{a}">&nbsp;</span>' for name, a in _RAMP)
-    most = f"{number(scale, 2)} nats/token or more" if scale else "no token has a positive value"
+    most = f"{_size(scale)} {words.unit} or more" if scale else "no token has a positive value"
     return (
-        '<p class="legend"><span class="t imp" style="--a:.8">important</span> a window over it changed the '
-        'answer · <span class="t not" style="--a:.6">not important</span> · '
-        '<span class="t prompt">prompt</span> · <span class="t untested">untested</span> (answer) · '
-        f"opacity {ramp} = value, the mean Δnll of the covering windows: 0 or less → {most}</p>"
+        f'<p class="legend"><span class="t imp" style="--a:.8">{words.positive}</span> {words.because} · '
+        f'<span class="t not" style="--a:.6">{words.negative}</span> · '
+        f'<span class="t prompt">prompt</span> · <span class="t untested">untested</span> ({words.untested}) · '
+        f"opacity {ramp} = value, {words.value}: 0 or less → {most}</p>"
     )
 
 

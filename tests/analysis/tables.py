@@ -6,10 +6,11 @@ import polars as pl
 PROMPT, ANSWER = 3, 2
 
 
-def study(labels, signals, problems=None, kind="occlusion"):
+def study(labels, signals, problems=None, kind="occlusion", values=None):
     """Tables from one label array per trace and, per signal, one (layers, reasoning tokens) array per trace.
 
-    Prompt and answer positions get huge signal values: whoever reads them fails the test.
+    `values` are the graded values, the labels themselves if left out (NaN where untested). Prompt and answer
+    positions get huge signal values: whoever reads them fails the test.
     """
     ids = [f"t{index:03}" for index in range(len(labels))]
     problems = problems or ids
@@ -27,15 +28,19 @@ def study(labels, signals, problems=None, kind="occlusion"):
         }
     )
     importance = [[-1] * PROMPT + [int(x) for x in label] + [-1] * ANSWER for label in labels]
+    graded = values if values is not None else [np.where(np.array(x) < 0, np.nan, x) for x in labels]
+    none = float("nan")
+    value = [[none] * PROMPT + [float(x) for x in row] + [none] * ANSWER for row in graded]
     token_labels = pl.DataFrame(
         {
             "trace_id": ids,
             "problem_id": problems,
             "kind": [kind] * len(ids),
             "importance": importance,
+            "value": value,
             "status": ["labelled"] * len(ids),
         },
-        schema_overrides={"importance": pl.List(pl.Int8)},
+        schema_overrides={"importance": pl.List(pl.Int8), "value": pl.List(pl.Float32)},
     )
     rows = []
     for index, trace_id in enumerate(ids):

@@ -6,7 +6,7 @@ import pytest
 from polars.testing import assert_frame_equal
 from scipy.stats import mannwhitneyu, spearmanr
 
-from cfkv.analysis.correlate import MEASURES, correlate
+from cfkv.analysis.correlate import BINARY, GRADED, MEASURES, correlate
 from cfkv.analysis.multiplicity import benjamini_hochberg
 from cfkv.analysis.smoothing import smooth
 from cfkv.config import CorrelateConfig
@@ -30,7 +30,7 @@ def test_columns_types_and_key_are_those_of_the_schema():
     arrow = frame.to_arrow()
     assert arrow.schema.names == CORRELATIONS.schema.names
     assert (
-        arrow.cast(CORRELATIONS.schema).num_rows == 2 * 4 * 3 + 3
+        arrow.cast(CORRELATIONS.schema).num_rows == 2 * 4 * 5 + 5
     )  # layers x smoothings x measures, and position
     assert frame.select(CORRELATIONS.key).is_unique().all()
     assert frame["level"].unique().to_list() == [0.95]
@@ -39,7 +39,7 @@ def test_columns_types_and_key_are_those_of_the_schema():
 def test_planted_signal_is_found_and_noise_is_not():
     labels, signals = planted()
     frame = correlate(*study(labels, signals), CONFIG)
-    for measure in MEASURES[1:]:
+    for measure in (*BINARY[1:], GRADED[1]):
         found = row(frame, measure, layer=1, smoothing="raw")
         assert found["adjusted_pvalue"] < 0.05
         assert found["low"] > (0.5 if measure == "auroc" else 0)
@@ -158,7 +158,10 @@ def test_degenerate_input_is_nan_with_a_reason():
         for measure in MEASURES:
             assert degenerate(constant, measure, smoothing) == "constant signal"
     zeros = correlate(*study([0 * label for label in labels], signals), CONFIG)
-    assert {degenerate(zeros, measure) for measure in MEASURES} == {"one class only"}
+    assert {degenerate(zeros, measure) for measure in BINARY} == {"one class only"}
+    assert {degenerate(zeros, measure) for measure in GRADED} == {"constant value"}
+    unvalued = study(labels, signals, values=[np.full(len(label), np.nan) for label in labels])
+    assert {degenerate(correlate(*unvalued, CONFIG), measure) for measure in GRADED} == {"no values"}
     untested = correlate(*study([0 * label - 1 for label in labels], signals), CONFIG)
     assert degenerate(untested) == "no tested tokens"
     three = correlate(*study(labels[:3], {"g": signals["g"][:3]}), CONFIG)
@@ -177,7 +180,7 @@ def test_nothing_labelled_and_no_signals():
     traces, token_labels, groups = study(labels, signals)
     excluded = token_labels.with_columns(status=pl.lit("excluded"))
     frame = correlate(traces, excluded, groups, CONFIG)
-    assert frame.height == 2 * 4 * 3 + 3
+    assert frame.height == 2 * 4 * 5 + 5
     assert set(frame["nan_reason"]) == {"no tested tokens"}
     bare = correlate(traces, token_labels, {}, CONFIG)
     assert bare.columns == CORRELATIONS.schema.names
@@ -189,7 +192,7 @@ def test_position_is_the_baseline_of_every_study():
     # 3.5, 3.5: rho = 4 / sqrt(5 * 4) = 0.894; every important token lies after every other: AUROC 1.
     labels = [[0, 0, 1, 1]] * 5
     frame = correlate(*study(labels, {"g": [np.zeros((1, 4))] * 5}), CONFIG).filter(signal="position")
-    assert frame["layer"].null_count() == frame.height == 3
+    assert frame["layer"].null_count() == frame.height == 5
     assert frame["smoothing"].unique().to_list() == ["raw"]
     found = dict(frame.select("measure", "estimate").iter_rows())
     assert found["auroc"] == 1
@@ -202,7 +205,7 @@ def test_signal_without_layers():
     traces, token_labels, groups = study(labels, signals)
     flat = groups["group"].filter(layer=1).with_columns(layer=pl.lit(None, pl.Int16))
     frame = correlate(traces, token_labels, {"logits": flat}, CONFIG)
-    assert frame["layer"].null_count() == frame.height == 12 + 3
+    assert frame["layer"].null_count() == frame.height == 20 + 5
 
 
 def test_lists_that_do_not_cover_the_tokens_are_refused():

@@ -91,8 +91,8 @@ def test_every_table_and_picture_is_there(reference: Path) -> None:
         assert sorted(found["token_labels"].filter(kind=kind)["trace_id"]) == sorted(correct)
     # Per trace: hidden for the embedding and 4 blocks, kv for 4 blocks.
     assert len(found["signals"]) == 7 * (5 + 4)
-    # Per label kind: (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 3 measures, position x 3.
-    assert len(found["correlations"]) == 2 * ((3 * 5 + 4 * 4) * 2 * 3 + 3)
+    # Per label kind: (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 5 measures, position x 5.
+    assert len(found["correlations"]) == 2 * ((3 * 5 + 4 * 4) * 2 * 5 + 5)
     page = (reference / "report.html").read_text(encoding="utf-8")
     assert "7 traces of 7 problems" in page
     assert {path.suffix for path in (reference / "figures").iterdir()} == {".png", ".svg", ".csv"}

@@ -158,6 +158,7 @@ def tables() -> dict[str, pl.DataFrame]:
     return {
         "traces": frame(schemas.TRACES, traces),
         "windows": frame(schemas.WINDOWS, windows),
+        "eviction_kl": frame(schemas.EVICTION_KL, []),
         "token_labels": frame(schemas.TOKEN_LABELS, labels),
         "probed": frame(schemas.PROBED, probed),
         "correlations": correlations(),
@@ -165,7 +166,7 @@ def tables() -> dict[str, pl.DataFrame]:
 
 
 def empty_tables() -> dict[str, pl.DataFrame]:
-    names = ("traces", "windows", "token_labels", "probed", "correlations")
+    names = ("traces", "windows", "eviction_kl", "token_labels", "probed", "correlations")
     return {name: frame(schemas.TABLES[name], []) for name in names}
 
 

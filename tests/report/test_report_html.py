@@ -252,3 +252,55 @@ def test_two_kinds_have_their_own_sections_and_ids() -> None:
 )
 def test_incomplete_manifests_do_not_stop_the_report(odd: dict[str, Any]) -> None:
     check(render(manifest=odd, figures_svg={}))
+
+
+def graded_tables() -> dict[str, pl.DataFrame]:
+    """Three labelled traces of eviction_kl: 8 tested tokens each, values 0 to .7, one checkpoint, two removals."""
+    labels = [
+        label(
+            number,
+            (),
+            kind="eviction_kl",
+            importance=[-1] * 14,
+            value=[(0.1 * (i - 2) if 2 <= i < 10 else math.nan) for i in range(14)],
+            control_answer=None,
+            control_agrees=None,
+            n_flipped=None,
+            n_windows=2,
+        )
+        for number in range(1, 4)
+    ]
+    removals = [
+        {"trace_id": f"t{number}", "kind": "eviction_kl", "scope": "all", "step": 10, "block_index": index}
+        | {"blocks": [{"start": 2 + 4 * index, "stop": 6 + 4 * index}], "kl": 0.1 * index, "null_kl": 0.05}
+        for number in range(1, 4)
+        for index in range(2)
+    ]
+    return tables() | {
+        "windows": empty_tables()["windows"],
+        "eviction_kl": frame(schemas.EVICTION_KL, removals),
+        "token_labels": frame(schemas.TOKEN_LABELS, labels),
+        "correlations": correlations().with_columns(kind=pl.lit("eviction_kl")),
+    }
+
+
+def test_a_graded_kind_speaks_of_high_damage() -> None:
+    """.25 of 8 tokens are 2: the values .6 and .7 at positions 8 and 9. Each trace has a removal of KL 0 < .05."""
+    rows = graded_tables()
+    html = render(
+        **rows,
+        high_damage=0.25,
+        figures_svg=figures_svg(rows["correlations"], graded={"eviction_kl"}),
+    )
+    counted = {row[0]: row[1] for row in check(html).rows if len(row) == 2}
+    assert counted["removals replayed"] == "6"
+    assert counted["checkpoints, in 3 traces"] == "3"
+    assert counted["removals whose KL is at most the null KL of their checkpoint"] == "3 of 6"
+    assert counted["high damage tokens, of the tested ones in 3 labelled traces"] == "6 of 24 (25.0 %)"
+    assert "windows tested" not in counted
+    assert "3 traces labelled, 25.0 % of 24 tested tokens high damage." in " ".join(html.split())
+    assert "between signal and high damage, n = 4 traces" in html
+    assert "among the largest 25 % of its trace" in html
+    assert "high damage 1 · value 0.700 nats" in html
+    assert html.count('class="t imp" style="--a:1.00"') == 3
+    assert "token importance" not in html
