@@ -10,7 +10,7 @@ MEASURES = {
     "spearman_within": "within-trace ρ",
     "spearman_pooled": "pooled ρ",
     "auroc": "AUROC",
-    "spearman_value_within": "within-trace ρ with the value",
+    "spearman_value_within": "within-trace value ρ",
 }
 NULL_VALUE = {"spearman_within": 0.0, "spearman_pooled": 0.0, "auroc": 0.5, "spearman_value_within": 0.0}
 
