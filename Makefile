@@ -1,6 +1,6 @@
 PYTHON ?= python3
 
-.PHONY: setup quickstart test lint format
+.PHONY: setup quickstart test kills lint format
 
 setup: .venv/installed
 
@@ -14,6 +14,9 @@ quickstart: setup
 
 test: setup
 	.venv/bin/pytest -n 2
+
+kills: setup
+	.venv/bin/pytest -n 2 -m kills -rP tests/cli/test_killed.py
 
 lint: setup
 	.venv/bin/ruff check .

@@ -273,8 +273,9 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
         if name in ("correlate", "report"):
             if session.crew.rank > 0:
                 continue
-            owed = session.waiting_for() if session.crew.world_size == 1 and session.crew.shards > 1 else []
+            owed = session.waiting_for(stages)
             if owed:
+                session.leave_analysis()
                 print(f"other shards still owe parts of {', '.join(owed)}; the last shard, or a later")
                 print(
                     f"`cfkv correlate {session.run.path}` and `cfkv report {session.run.path}`, finishes the run"

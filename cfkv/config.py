@@ -77,6 +77,11 @@ class TraceConfig(Config):
         description="Sentence appended to the question; the default asks for a boxed answer where the model has "
         "a chat template and writes the trace itself, and is empty otherwise.",
     )
+    boundary: Literal["auto", "think_end", "boxed", "tail"] = Field(
+        "auto",
+        description=r"Where the reasoning of a written or imported trace ends: at the last </think>, at the last "
+        r"\boxed{, or 64 tokens before the end; auto takes the first that applies.",
+    )
     answer_match: Literal["exact", "math"] = Field(
         "exact", description="Grade by normalised string, or by math-verify (extra `math`)."
     )
@@ -138,8 +143,16 @@ class ProbeConfig(Config):
     """Which signals are streamed."""
 
     groups: tuple[str, ...] = Field(
-        ("hidden", "kv"), description="Signal groups; `cfkv ls signals` lists them."
+        ("hidden", "kv"),
+        description="Signal groups, probed in one pass and stored apart; `cfkv ls signals` lists them.",
     )
+    per_head: bool = Field(False, description="Keep the KV heads beside their mean.")
+
+    @field_validator("groups")
+    @classmethod
+    def _split_at_commas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = (name.strip() for text in value for name in text.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
 
 
 class CorrelateConfig(Config):
@@ -208,7 +221,7 @@ class Execution(Config):
     literal: bool = Field(
         False, description="Run the slow reference: batch 1, no shared prefix, no draft. Same labels."
     )
-    shard: str = Field("0/1", description="i/n: this job does every n-th part, from i.")
+    shard: str = Field("0/1", description="i/n: this job does the i-th of n shares of the parts, from 0.")
     overwrite: bool = Field(False, description="Replace a stage that was run with another configuration.")
     dry_run: bool = Field(False, description="Print items, forwards, tokens and disk; run nothing.")
 

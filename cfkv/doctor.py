@@ -12,10 +12,12 @@ from cfkv.manifest import library_versions
 from cfkv.models.loading import LoadedModel, load_model
 from cfkv.models.selfcheck import inventory, limits, self_check
 from cfkv.models.tokens import THINK_END, THINK_START, decode, encode, replacement_id
+from cfkv.workers import check_placement
 
 
 def examine(config: ModelConfig, execution: Execution) -> bool:
     """Load the model, print what it is and check it; True if every check passed."""
+    check_placement(execution)
     console = Console()
     loaded = load_model(config, execution)
     console.print(_facts(loaded))

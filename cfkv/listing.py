@@ -34,14 +34,12 @@ def family_table(family: str) -> Table:
         For a family that does not exist.
     """
     if family == "signals":
-        from cfkv.signals._base import signal_kinds
+        from cfkv.signals._base import horizon_text, signal_kinds
 
         table = Table("signal", "group", "unit", "causal", "source", "what it is")
         for signal in signal_kinds.members():
-            causal = "yes" if signal.horizon == 0 else f"looks ahead {signal.horizon}"
-            table.add_row(
-                signal.name, signal.group, signal.unit, causal, signal.source, first_line(signal.__doc__)
-            )
+            causal, text = horizon_text(signal.horizon), first_line(signal.__doc__)
+            table.add_row(signal.name, signal.group, signal.unit, causal, signal.source, text)
     elif family == "labels":
         from cfkv.labels._base import label_kinds
 

@@ -10,11 +10,11 @@ from typing import Any
 from cfkv import store
 from cfkv.config import Execution, LabelConfig, Recipe
 from cfkv.labels._base import TraceLength, label_kinds
-from cfkv.models.loading import layer_count, load_tokenizer
+from cfkv.models.loading import layer_sizes, load_tokenizer
 from cfkv.models.tokens import encode
 from cfkv.schemas import TRACES
 from cfkv.signals._stage import groups
-from cfkv.stage import Run
+from cfkv.stage import Run, joint_name
 from cfkv.traces.items import TraceItem, trace_items
 from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
 from cfkv.traces.stage import trace_identity
@@ -50,7 +50,7 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             config = next(c for c in recipe.label if c.kind == name.partition(":")[2])
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
-            costs += _probe(recipe, lengths, execution, bound=not made)
+            costs.append(_probe(recipe, lengths, execution, bound=not made))
     return costs
 
 
@@ -111,15 +111,15 @@ def _label(config: LabelConfig, lengths: Sequence[TraceLength], execution: Execu
     return Cost(f"label:{config.kind}", items, forwards, tokens, int(items * WINDOW_BYTES), True)
 
 
-def _probe(
-    recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution, *, bound: bool
-) -> list[Cost]:
-    layers = layer_count(recipe.model)
+def _probe(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution, *, bound: bool) -> Cost:
+    """All groups share one pass."""
+    layers, kv_heads = layer_sizes(recipe.model)
     tokens = sum(length.total for length in lengths)
     forwards = sum(-(-length.total // execution.chunk_size) for length in lengths)
     known = groups()
-    costs = []
-    for group in recipe.probe.groups:
-        values = sum(layers + signal.embedding for signal in known.get(group, ())) * tokens
-        costs.append(Cost(f"probe:{group}", len(lengths), forwards, tokens, int(values * VALUE_BYTES), bound))
-    return costs
+    values = 0
+    for signal in (signal for group in recipe.probe.groups for signal in known.get(group, ())):
+        heads = 1 + kv_heads if recipe.probe.per_head and signal.heads and kv_heads > 1 else 1
+        values += tokens * heads * (layers + signal.embedding if signal.layered else 1)
+    name = joint_name([f"probe:{group}" for group in recipe.probe.groups])
+    return Cost(name, len(lengths), forwards, tokens, int(values * VALUE_BYTES), bound)

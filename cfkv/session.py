@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cfkv.config import Execution, LabelConfig, Recipe
 from cfkv.stage import Run, StageResult
-from cfkv.workers import Workers, workers
+from cfkv.workers import Workers, check_placement, workers
 
 if TYPE_CHECKING:
     from cfkv.models.loading import LoadedModel
@@ -24,11 +24,12 @@ class Session:
     execution: Execution
     crew: Workers
     _loaded: LoadedModel | None = None
-    _description: dict[str, Any] = field(default_factory=dict)
+    _description: dict[bool, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, recipe: Recipe, execution: Execution) -> Session:
-        """A session of this process."""
+        """A session of this process; refuses a placement that cannot be meant."""
+        check_placement(execution)
         return cls(Run(directory), recipe, execution, workers(execution.shard))
 
     def check_names(self, stages: Sequence[str]) -> None:
@@ -56,13 +57,16 @@ class Session:
             self._loaded = load_model(self.recipe.model, self.execution)
         return self._loaded
 
-    def describe(self, loaded: LoadedModel) -> dict[str, Any]:
-        """The model and its self-check, for the manifest; measured on the first call."""
-        if not self._description:
+    def describe(self, loaded: LoadedModel, *, caching: bool = True) -> dict[str, Any]:
+        """The model and its self-check, for the manifest; measured on the first call.
+
+        Without `caching`, only what a stage needs that reads no cache of keys and values is checked.
+        """
+        if caching not in self._description:
             from cfkv.models.selfcheck import description
 
-            self._description = description(loaded)
-        return self._description
+            self._description[caching] = description(loaded, caching=caching)
+        return self._description[caching]
 
     def trace(self) -> StageResult:
         """Make traces."""
@@ -101,11 +105,20 @@ class Session:
 
         return run_report(self.run, self.recipe.report)
 
-    def waiting_for(self) -> list[str]:
-        """Stages of which other shards still owe parts."""
-        stages = self.run.manifest.read()["stages"]
-        names = [name for name in stages if name == "trace" or name.startswith(("label:", "probe:"))]
+    def waiting_for(self, stages: Sequence[str]) -> list[str]:
+        """Stages of which other shards still owe parts, once this shard's own parts of `stages` are there."""
+        if self.crew.shards == 1:
+            return []
+        if self.crew.world_size > 1:
+            self.settle(stages)
+        recorded = self.run.manifest.read()["stages"]
+        names = [name for name in recorded if name == "trace" or name.startswith(("label:", "probe:"))]
         return [name for name in names if self.run.missing_parts(name)]
+
+    def leave_analysis(self) -> None:
+        """Note how the recipe wants the analysis, for whoever finishes the run by `cfkv correlate RUN`."""
+        self.run.manifest.record_config("correlate", self.recipe.correlate)
+        self.run.manifest.record_config("report", self.recipe.report)
 
     def settle(self, stages: Sequence[str]) -> int:
         """Failed items of this shard's share of `stages`, once all its parts are there.

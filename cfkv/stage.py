@@ -25,6 +25,7 @@ from cfkv.progress import Ticker
 from cfkv.schemas import NOT_FAILURES, TABLES, Table
 from cfkv.store import PartState
 from cfkv.workers import Workers
+from cfkv.writer import Writer
 
 POLL_SECONDS, SAY_SECONDS = 0.5, 5.0
 STALL_SECONDS = 1800.0
@@ -74,7 +75,26 @@ class StageResult:
 
 
 Rows = Sequence[Mapping[str, Any]]
-Process = Callable[[int, Callable[[int], None]], Sequence[Rows | pa.Table]]
+Contents = Sequence[Rows | pa.Table]
+Process = Callable[[int, Callable[[int], None]], Contents]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of several stages that are done together: its fingerprint, and the columns that a registry adds."""
+
+    stage: Stage
+    mark: str
+    extra_columns: pa.Schema | None = None
+
+
+JointProcess = Callable[[int, Sequence[Job], Callable[[int], None]], Sequence[Contents]]
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """`probe:hidden+kv` for probe:hidden and probe:kv."""
+    family, colon, _ = names[0].partition(":")
+    return family + colon + "+".join(name.partition(":")[2] for name in names)
 
 
 class Run:
@@ -232,27 +252,68 @@ class Run:
 
         `process(index, advance)` returns one row list (or Arrow table) per output, in their order.
         """
-        result = StageResult(stage.name)
-        mine = [index for index in range(stage.n_parts) if crew.owns(index)]
-        todo = [index for index in mine if not self.done(stage.outputs, index, mark)]
-        result.parts_found = len(mine) - len(todo)
-        self.manifest.event(
-            "stage_started", stage=stage.name, fingerprint=mark, parts=len(todo), worker=crew.index
-        )
-        total = sum(items_of_part(index) for index in todo)
-        with Ticker(stage.name, total, quiet=not crew.speaks) as counter:
+
+        def alone(index: int, jobs: Sequence[Job], advance: Callable[[int], None]) -> list[Contents]:
+            return [process(index, advance)]
+
+        job = Job(stage, mark, extra_columns)
+        return self.execute_jointly([job], alone, crew, items_of_part=items_of_part, behind=False)[0]
+
+    def execute_jointly(
+        self,
+        jobs: Sequence[Job],
+        process: JointProcess,
+        crew: Workers,
+        *,
+        items_of_part: Callable[[int], int],
+        behind: bool = True,
+    ) -> list[StageResult]:
+        """Do this process's parts of several stages that share the work and have the same parts.
+
+        `process(index, jobs, advance)` gets those jobs whose part is not done, and returns what to write of each.
+        With `behind`, a part is written while the next one is processed: a kill then costs one part more.
+        """
+        results = [StageResult(job.stage.name) for job in jobs]
+        mine = [index for index in range(jobs[0].stage.n_parts) if crew.owns(index)]
+        owed: dict[int, list[int]] = {}
+        for place, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            todo = [index for index in mine if not self.done(job.stage.outputs, index, job.mark)]
+            result.parts_found = len(mine) - len(todo)
+            for output in job.stage.outputs:
+                store.remove_unfinished(self.path, output.table, output.value, set(mine))
             for index in todo:
-                contents = process(index, counter.advance)
-                for output, content in zip(stage.outputs, contents, strict=True):
-                    extra = extra_columns if output.table.open_columns else None
-                    arrow = (
-                        content
-                        if isinstance(content, pa.Table)
-                        else store.to_arrow(output.table, content, extra)
-                    )
-                    store.write_part(self.path, output.table, output.value, index, arrow, mark)
-                result.parts_written += 1
-                self.manifest.event("part_written", stage=stage.name, part=index, worker=crew.index)
+                owed.setdefault(index, []).append(place)
+            self.manifest.event(
+                "stage_started",
+                stage=job.stage.name,
+                fingerprint=job.mark,
+                parts=len(todo),
+                worker=crew.index,
+            )
+        total = sum(items_of_part(index) for index in owed)
+        with (
+            Ticker(joint_name([job.stage.name for job in jobs]), total, quiet=not crew.speaks) as counter,
+            Writer(behind=behind) as writer,
+        ):
+            for index, places in sorted(owed.items()):
+                own = [jobs[place] for place in places]
+                contents = process(index, own, counter.advance)
+                writer.submit(self._write, index, own, contents, crew)
+                for place in places:
+                    results[place].parts_written += 1
+        for job, result in zip(jobs, results, strict=True):
+            self._finish(job.stage, mine, result, crew)
+        return results
+
+    def _write(self, index: int, jobs: Sequence[Job], contents: Sequence[Contents], crew: Workers) -> None:
+        for job, content in zip(jobs, contents, strict=True):
+            for output, rows in zip(job.stage.outputs, content, strict=True):
+                extra = job.extra_columns if output.table.open_columns else None
+                arrow = rows if isinstance(rows, pa.Table) else store.to_arrow(output.table, rows, extra)
+                store.write_part(self.path, output.table, output.value, index, arrow, job.mark)
+            self.manifest.event("part_written", stage=job.stage.name, part=index, worker=crew.index)
+
+    def _finish(self, stage: Stage, mine: Sequence[int], result: StageResult, crew: Workers) -> None:
         self._remove_leftovers(stage, crew)
         self._count(stage.outputs[-1], mine, result)
         self.manifest.event(
@@ -260,7 +321,6 @@ class Run:
         )
         if not self.missing_parts(stage.name):
             self.manifest.update_stage(stage.name, finished=now(), world_size=crew.count)
-        return result
 
     def statuses(self, name: str, parts: Sequence[int]) -> Counter[str]:
         """Items of `parts` of a stage by status; the parts must be done."""

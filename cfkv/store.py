@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 PART = re.compile(r"part-(\d{5,})\.parquet")
+UNFINISHED = re.compile(r"\.part-(\d{5,})\.parquet\..+\.tmp")
 
 
 class PartState(Enum):
@@ -113,21 +115,15 @@ def write_part(
     path = part_path(run, table, value, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = content.replace_schema_metadata(schemas.stamp(table, fingerprint))
-    floats = [f"{f.name}.list.element" for f in content.schema if f.type == pa.list_(pa.float32())]
-    texts = [f.name for f in content.schema if pa.types.is_string(f.type)]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes on two nodes may have one number.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
-            pq.write_table(
-                content,
-                file,
-                compression="zstd",
-                use_dictionary=texts,
-                use_byte_stream_split=floats,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        _write_synced(temporary, content)
+        try:
+            temporary.replace(path)
+        except FileNotFoundError:  # another process does the same part and took it for a leftover
+            _write_synced(temporary, content)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY)
@@ -136,6 +132,34 @@ def write_part(
     finally:
         os.close(descriptor)
     return path
+
+
+def _write_synced(path: Path, content: pa.Table) -> None:
+    """Write a Parquet file and wait until it is on the disk."""
+    floats = [f"{f.name}.list.element" for f in content.schema if f.type == pa.list_(pa.float32())]
+    texts = [f.name for f in content.schema if pa.types.is_string(f.type)]
+    with path.open("wb") as file:
+        pq.write_table(
+            content,
+            file,
+            compression="zstd",
+            use_dictionary=texts,
+            use_byte_stream_split=floats,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_unfinished(run: Path, table: Table, value: str | None, parts: Collection[int]) -> None:
+    """Remove the temporary files that killed processes left of `parts`.
+
+    A process that is alive and writes one of them, because it was started twice, writes it again.
+    """
+    place = folder(run, table, value)
+    for path in list(place.iterdir()) if place.is_dir() else ():
+        match = UNFINISHED.fullmatch(path.name)
+        if match and int(match[1]) in parts:
+            path.unlink(missing_ok=True)
 
 
 def footer(path: Path, table: Table) -> dict[bytes, bytes]:

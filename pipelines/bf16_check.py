@@ -47,7 +47,7 @@ def recipe(model: str, dtype: str, traces: int, path: Path | None) -> Recipe:
             answer_max_new_tokens=CAP,
         )
     labels = tuple(LabelConfig(kind=kind, window=8, stride=4, max_new_tokens=CAP) for kind in KINDS)
-    return Recipe(model=ModelConfig(model=model, dtype=dtype), trace=trace, label=labels)  # type: ignore[arg-type]
+    return Recipe(model=ModelConfig(model=model, dtype=dtype), trace=trace, label=labels)
 
 
 def make(folder: Path, plan: Recipe, device: str = "cpu") -> tuple[Path, Path]:

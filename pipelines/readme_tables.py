@@ -16,12 +16,12 @@ def tables() -> dict[str, str]:
     """Markdown of each generated block, by its name."""
     from cfkv.labels._base import label_kinds
     from cfkv.problems._base import problem_sources
-    from cfkv.signals._base import signal_kinds
+    from cfkv.signals._base import horizon_text, signal_kinds
 
     signals = ["| signal | group | unit | layers | causal | source |", "|---|---|---|---|---|---|"]
     for signal in signal_kinds.members():
-        layers = "embedding and blocks" if signal.embedding else "blocks"
-        causal = "yes" if signal.horizon == 0 else f"looks ahead {signal.horizon}"
+        layers = "embedding and blocks" if signal.embedding else "blocks" if signal.layered else "none"
+        causal = horizon_text(signal.horizon)
         signals.append(
             f"| `{signal.name}` | {signal.group} | {signal.unit} | {layers} | {causal} | {signal.source} |"
         )

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import cfkv
 from cfkv import config
 from cfkv.config import (
+    BenchConfig,
     Config,
     CorrelateConfig,
     Execution,
@@ -260,4 +261,4 @@ def test_set_messages(setting: str, parts: list[str]) -> None:
 def test_all_configurations_are_covered_here() -> None:
     """A new configuration class must join one of the lists above."""
     kinds = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Config)}
-    assert kinds - {Config} == {*RESULT_CONFIGS, Execution, Recipe}
+    assert kinds - {Config} == {*RESULT_CONFIGS, BenchConfig, Execution, Recipe}

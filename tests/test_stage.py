@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from toy_stage import COLUMNS, OUTPUTS, parts, rows, run_toy, run_traces, toy_stage
 
 from cfkv import stage as driver
@@ -15,7 +14,7 @@ from cfkv.errors import CfkvError
 from cfkv.manifest import Manifest
 from cfkv.schemas import PROBED, SIGNALS
 from cfkv.stage import Run, StageResult
-from cfkv.workers import Workers, workers
+from cfkv.workers import Workers
 
 NEITHER = "use another run directory, or --overwrite to replace this stage"
 
@@ -59,30 +58,6 @@ def test_parts_do_not_depend_on_who_writes_them(
     assert sum(result.parts_written for result in done) == 4
     assert sum(result.statuses["ok"] for result in done) == 10
     assert parts(tmp_path / "other") == parts(run)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 50))
-def test_each_part_has_one_owner(world_size: int, shards: int, part: int) -> None:
-    crews = [Workers(r, world_size, s, shards) for r in range(world_size) for s in range(shards)]
-    assert sum(crew.owns(part) for crew in crews) == 1
-    assert sorted(crew.index for crew in crews) == list(range(world_size * shards))
-
-
-def test_the_share_is_read_from_launcher_and_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shard 2 of 3 with 4 processes each: process 1 of it is 2 * 4 + 1 = 9 of 12."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert workers() == Workers(0, 1, 0, 1)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    crew = workers("2/3")
-    assert (crew.index, crew.count, crew.speaks) == (9, 12, False)
-    for shard in ("3/3", "0/0", "1", "a/b", "-1/2"):
-        with pytest.raises(
-            CfkvError, match=f"--shard '{shard}' is not i/n with i below n; the shards of four jobs"
-        ):
-            workers(shard)
 
 
 def test_a_second_run_does_nothing(run: Path) -> None:
@@ -206,9 +181,9 @@ def test_failures_are_counted_by_status(tmp_path: Path) -> None:
     assert whole.failed == 3
     assert run_toy(tmp_path / "a").failed == 3
     assert Run(tmp_path / "a").statuses("probe:toy", [0, 2]) == {"too_long": 1, "ok": 5}
-    # Process 1 of 2 has part 1 (items 3, 4, 5) and part 3 (item 9).
+    # Process 1 of 2 has part 1 (items 3, 4, 5) and part 2 (items 6, 7, 8).
     share = run_toy(tmp_path / "b", crew=Workers(1, 2), statuses=ended)
-    assert dict(share.statuses) == {"out_of_memory": 1, "excluded": 1, "skipped": 1, "too_long": 1}
+    assert dict(share.statuses) == {"out_of_memory": 1, "excluded": 1, "skipped": 1, "ok": 3}
     assert StageResult("empty").failed == 0
 
 
@@ -217,7 +192,7 @@ def test_finished_is_recorded_by_whoever_is_last(tmp_path: Path) -> None:
     record = Manifest(tmp_path).stage("probe:toy")
     assert record is not None
     assert "finished" not in record
-    assert Run(tmp_path).missing_parts("probe:toy") == [0, 2]
+    assert Run(tmp_path).missing_parts("probe:toy") == [0, 3]
     run_toy(tmp_path, crew=Workers(0, 2))
     record = Manifest(tmp_path).stage("probe:toy")
     assert record is not None
@@ -230,7 +205,7 @@ def test_waiting_for_parts_that_nobody_writes(tmp_path: Path, monkeypatch: pytes
     """At once without patience; with it, when no part came for too long. Parts that are there suffice."""
     run_toy(tmp_path, crew=Workers(1, 2))
     run = Run(tmp_path)
-    run.wait_for("probe:toy", parts=[1, 3], patient=False)
+    run.wait_for("probe:toy", parts=[1, 2], patient=False)
     message = (
         f"{tmp_path}: 2 of 4 parts of stage 'probe:toy' are missing .first: 0.; run `cfkv probe {tmp_path}`"
     )
@@ -258,6 +233,6 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
 def test_progress_is_one_line_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On standard error, from rank 0 only."""
     run_toy(tmp_path / "a")
-    assert capsys.readouterr().err == "probe:toy: 10/10 after 0 s\n"
+    assert re.fullmatch(r"probe:toy: 10/10 after \d+ s\n", capsys.readouterr().err)
     run_toy(tmp_path / "b", crew=Workers(1, 2))
     assert capsys.readouterr() == ("", "")

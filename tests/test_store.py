@@ -170,6 +170,39 @@ def test_a_part_is_whole_before_it_gets_its_name(tmp_path: Path, monkeypatch: py
     assert steps == ["sync", "rename", "sync"]
 
 
+def test_a_part_whose_file_was_taken_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was started beside this one, for the same part, removes its temporary file as a leftover."""
+    replace, calls = Path.replace, list[Path]()
+
+    def robbed(source: Path, target: Path) -> Path:
+        calls.append(source)
+        if len(calls) == 1:
+            store.remove_unfinished(tmp_path, TRACES, None, {0})
+            assert not source.exists()
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", robbed)
+    path = write_trace(tmp_path, 0, "a")
+    assert len(calls) == 2
+    assert list((tmp_path / "traces").iterdir()) == [path]
+    assert store.scan(tmp_path, TRACES).collect()["trace_id"].to_list() == ["a"]
+
+
+def test_only_unfinished_files_of_the_parts_named_are_removed(tmp_path: Path) -> None:
+    write_trace(tmp_path, 1, "a")
+    place = tmp_path / "traces"
+    ours = {".part-00001.parquet.77.tmp", ".part-100001.parquet.77-a0b1.tmp"}
+    others = {".part-00002.parquet.77.tmp", "part-00001.parquet.77.tmp", ".part-00001.parquet", "x.tmp"}
+    for name in ours | others:
+        (place / name).write_text("x")
+    store.remove_unfinished(tmp_path, TRACES, None, {1, 100001})
+    assert {path.name for path in place.iterdir()} == others | {"part-00001.parquet"}
+    store.remove_unfinished(tmp_path / "none", TRACES, None, {1})
+    assert not (tmp_path / "none").exists()
+
+
 def test_states_of_a_part(tmp_path: Path) -> None:
     def state(mark: str = "f") -> PartState:
         return store.part_state(tmp_path, TRACES, None, 0, mark)

@@ -26,6 +26,7 @@ from cfkv.traces.items import TraceItem, trace_items
 from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
 
 SHORT_CAP, LONG_PREFIX, LONG_LEAST = 32, "Here is the solution again:\n", 100
+LEAST_REASONING = 40  # as in the GSM8K recipe: shorter ones have a handful of windows
 # A literal replay of a long answer takes seconds; every fifth window stands for its neighbours.
 LONG_EVERY = 5
 
@@ -129,7 +130,7 @@ class Labels(Bench):
 
 
 def find_cases(loaded: LoadedModel, config: BenchConfig, prefix: str, cap: int, least: int) -> list[Case]:
-    """The first problems after which the model writes an answer of at least `least` tokens."""
+    """The first problems that are long enough, and whose answer by the model has at least `least` tokens."""
     trace_config = TraceConfig(dataset="gsm8k", path=config.path, mode="worked_solution")
     items: Sequence[TraceItem] = worked_items() if config.path is None else trace_items(trace_config)
     filler = replacement_id(loaded.tokenizer, loaded.model, "auto")
@@ -137,6 +138,8 @@ def find_cases(loaded: LoadedModel, config: BenchConfig, prefix: str, cap: int, 
     for item in items:
         prompt = prompt_ids(loaded.tokenizer, item, trace_config)
         opening, solution, closing = worked_pieces(loaded.tokenizer, prompt, item, prefix)
+        if len(solution) < LEAST_REASONING:
+            continue
         start = len(prompt) + len(opening)
         context = (*prompt, *opening, *solution, *closing)
         written = regenerate(loaded, context, cap, answer_stop(loaded, prefix), config.chunk_size)

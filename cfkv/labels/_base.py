@@ -12,6 +12,7 @@ from cfkv.config import Execution, LabelConfig
 from cfkv.errors import CfkvError, ItemError
 from cfkv.labels._scope import Scope
 from cfkv.models.loading import LoadedModel
+from cfkv.models.selfcheck import limits
 from cfkv.registry import Registry
 from cfkv.schemas import WINDOWS, Table
 
@@ -115,6 +116,9 @@ class Label(ABC):
     def __init__(
         self, loaded: LoadedModel, config: LabelConfig, execution: Execution, matcher: Matcher
     ) -> None:
+        reasons = limits(loaded)
+        if reasons:
+            raise CfkvError(f"label kind {self.name} cannot use {loaded.name}: {'; '.join(reasons)}")
         if loaded.attn_implementation not in MASKING_KERNELS:
             raise CfkvError(
                 f"--attn-implementation {loaded.attn_implementation} cannot hide single entries, which labels need; "

@@ -202,9 +202,13 @@ def packed_logprobs(
     for index in range(len(rows)):
         queries.add(index, 0, step, tokens)
     pack = Pack(loaded, cache, rows, scope, tally)
-    logits = pack.forward(queries, range(len(queries)))
+    with compat.grouped_attention(loaded.model):
+        logits = pack.forward(queries, range(len(queries)))
     pack.clear()
-    return logits.log_softmax(dim=-1).view(len(rows), len(tokens), -1)
+    logits = logits.view(len(rows), len(tokens), -1)
+    for row in logits:  # a second tensor of the whole size would be the peak
+        row.copy_(row.log_softmax(dim=-1))
+    return logits
 
 
 @torch.inference_mode()

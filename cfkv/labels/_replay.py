@@ -166,8 +166,11 @@ class Replay:
         """
         if not rows:
             return []
+        with compat.grouped_attention(self.loaded.model):
+            return self._fast(rows, tuple(draft) or self.answer)
+
+    def _fast(self, rows: Sequence[Counterfactual], draft: tuple[int, ...]) -> list[Replayed]:
         pack = Pack(self.loaded, self._prefill(max(row.keep for row in rows)), rows, self.scope, self.tally)
-        draft = tuple(draft) or self.answer
         found: dict[int, Replayed] = {}
         going: dict[int, _Writing] = {}
         saved: list[Saved] = []

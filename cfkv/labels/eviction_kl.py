@@ -17,7 +17,7 @@ from cfkv.answers import Matcher
 from cfkv.config import Execution, LabelConfig
 from cfkv.errors import CfkvError, ItemError
 from cfkv.labels._base import Label, LabelCost, LabelledTrace, LabelTrace, TraceLength, label_kinds
-from cfkv.labels._candidates import Removal, check_listed, content_hash, is_file, listed, removals
+from cfkv.labels._candidates import STRATIFIED, Removal, check_listed, content_hash, is_file, listed, removals
 from cfkv.labels._memory import budget, queries_at_once
 from cfkv.labels._packed import Tally, divergence, literal_logprobs, packed_logprobs
 from cfkv.labels._windows import token_importance, token_mean
@@ -86,7 +86,10 @@ class EvictionKL(Label):
         """One prefill, and per checkpoint the horizon once, and once per candidate in packs."""
         last = min(length.reasoning_stop, length.total - config.horizon)
         steps = checkpoints(length.reasoning_start, length.reasoning_stop, last, config)
-        blocks = [-(-(step - length.reasoning_start) // config.block) + config.pairs for step in steps]
+        most = config.age_bands * config.per_band if config.candidates == STRATIFIED else length.total
+        blocks = [
+            min(-(-(step - length.reasoning_start) // config.block), most) + config.pairs for step in steps
+        ]
         width = 1 if execution.literal else max(1, execution.chunk_size // config.horizon)
         packs = sum(-(-(count + 1) // width) for count in blocks)
         forwards = len(steps) * 2 + packs * (config.horizon if execution.literal else 1)

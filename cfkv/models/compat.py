@@ -7,13 +7,14 @@ sliced here and not through `crop`, whose sign convention changed.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from cfkv.errors import CfkvError
 
@@ -51,9 +52,11 @@ def map_cache(
     for index in range(len(cache.layers)):
         keys, values = cache_keys_values(cache, index)
         if rows is not None:
-            keys, values = keys[rows], values[rows]
+            here = rows.to(keys.device)  # layers may be spread over devices
+            keys, values = keys[here], values[here]
         if slots is not None:
-            keys, values = keys[:, :, slots], values[:, :, slots]
+            chosen = slots.to(keys.device) if isinstance(slots, Tensor) else slots
+            keys, values = keys[:, :, chosen], values[:, :, chosen]
         result.update(keys, values, index)
     return result
 
@@ -201,3 +204,142 @@ def _for_kernel(config: Any, mask: Tensor, dtype: torch.dtype) -> Tensor:
     if config._attn_implementation != "eager":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+OBSERVE = "cfkv_observe"
+# Options of an attention function that change its probabilities beyond a softmax over masked dot products.
+UNSUPPORTED_ATTENTION = {
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks with weights of their own",
+    "position_bias": "a position bias",
+}
+# Where such options live in an attention module, so that a model can be refused before it is run.
+_UNSUPPORTED_ATTRIBUTES = {"attn_logit_softcapping": "softcap", "sinks": "s_aux"}
+_PARTS = {
+    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn")
+    + ("conv", "mamba", "mixer", "temporal_block", "mamba2", "ssm"),
+    "mlp": ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mlp_block"),
+}
+
+
+def block_part(layer: nn.Module, part: str, index: int) -> nn.Module:
+    """The module of a decoder block that mixes tokens (`attention`) or works on each alone (`mlp`)."""
+    for name in _PARTS[part]:
+        module = getattr(layer, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    children = ", ".join(name for name, _ in layer.named_children())
+    raise CfkvError(
+        f"layer {index} ({type(layer).__name__}) has no {part} module that cfkv knows (it has {children})"
+    )
+
+
+def attention_extras(model: nn.Module) -> dict[int, str]:
+    """Layers whose attention has more than masked dot products, with what it has."""
+    found = {}
+    for index, layer in enumerate(decoder_layers(model)):
+        for module in layer.modules():
+            for attribute, option in _UNSUPPORTED_ATTRIBUTES.items():
+                if getattr(module, attribute, None) is not None:
+                    found[index] = UNSUPPORTED_ATTENTION[option]
+    return found
+
+
+@contextmanager
+def replaced_attention(model: nn.Module, attend: Callable[..., Any]) -> Iterator[str]:
+    """Let `attend` stand for the model's attention function, its own mask function kept; yields the old name.
+
+    The mask function is registered under the new name too: without it transformers skips the masks, and padded or
+    sliding-window models are silently wrong.
+    """
+    configurations: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    used = {key: c for key, c in configurations.items() if hasattr(c, "_attn_implementation_internal")}
+    before = {key: c._attn_implementation_internal for key, c in used.items()}
+    original = str(model.config._attn_implementation)  # type: ignore[union-attr]
+    functions: dict[str, Any] = AttentionInterface._global_mapping
+    masks: dict[str, Any] = AttentionMaskInterface._global_mapping
+    if OBSERVE in functions:
+        raise RuntimeError("attention is observed already; observing blocks do not nest")
+    if not observable(model):
+        raise CfkvError(
+            f"attention implementation {original!r} cannot be observed; use --attn-implementation sdpa or eager"
+        )
+    AttentionInterface.register(OBSERVE, attend)
+    AttentionMaskInterface.register(OBSERVE, masks[original])
+    try:
+        for key, configuration in used.items():
+            if before[key] is not None:
+                configuration._attn_implementation_internal = OBSERVE
+        yield original
+    finally:
+        for key, configuration in used.items():
+            configuration._attn_implementation_internal = before[key]
+        functions.pop(OBSERVE, None)
+        masks.pop(OBSERVE, None)
+
+
+@contextmanager
+def grouped_attention(model: nn.Module) -> Iterator[None]:
+    """Let heads of a group share keys and values under a mask, on a CPU with sdpa; elsewhere nothing changes.
+
+    transformers repeats them over the group as soon as there is a mask, a copy of three times the cache for a
+    group of three. On a GPU its choice stands: there a mask with groups falls back to a slower kernel.
+    """
+    config: Any = model.config
+    if config._attn_implementation != "sdpa" or next(model.parameters()).device.type != "cpu":
+        yield
+        return
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> Any:
+        if (
+            attention_mask is None
+            or query.shape[1] == key.shape[1]
+            or options.get("position_bias") is not None
+        ):
+            return attention_kernel(module, original)(module, query, key, value, attention_mask, **options)
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=options.get("scaling"), enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    with replaced_attention(model, attend) as original:
+        yield
+
+
+def unsupported_option(options: dict[str, Any]) -> str | None:
+    """What an attention function's options add to a softmax over masked dot products, or None."""
+    found = [what for name, what in UNSUPPORTED_ATTENTION.items() if options.get(name) is not None]
+    return found[0] if found else None
+
+
+def attention_kernel(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function that a module uses under the implementation `name`."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface._global_mapping.get(name, own)  # type: ignore[return-value]
+
+
+def unrotate(module: nn.Module, keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Keys [batch, kv_heads, tokens, head_dim] before the rotary embedding, from those after it.
+
+    The module's own function with the opposite angle; scaled angles (YaRN) are divided out.
+    """
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    scale = cosine.square() + sine.square()  # 1 but for rounding, or the squared factor of scaled angles
+    return rotate(keys, keys, cosine / scale, -sine / scale)[1]
+
+
+def own_cache(model: nn.Module) -> DynamicCache:
+    """The cache that the model makes itself, for a pass whose cache nobody reads.
+
+    It serves layers that keep a state instead of keys and values; sliding layers are cut to their window.
+    """
+    config: Any = model.config
+    return DynamicCache(config=config)
+
+
+def observable(model: nn.Module) -> bool:
+    """Whether the model's attention implementation has a mask function to be observed with."""
+    config: Any = model.config
+    return config._attn_implementation in AttentionMaskInterface._global_mapping

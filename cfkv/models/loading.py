@@ -251,7 +251,8 @@ def _dequantised(source: ModelSource) -> Path:
     return folder
 
 
-def layer_count(config: ModelConfig) -> int:
-    """Number of layers, from the configuration alone."""
-    loaded = _pretrained(AutoConfig, _readable(resolve(config)), config)
-    return int(loaded.get_text_config().num_hidden_layers)
+def layer_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Number of layers and of KV heads, from the configuration alone."""
+    loaded = _pretrained(AutoConfig, _readable(resolve(config)), config).get_text_config()
+    heads = getattr(loaded, "num_key_value_heads", None) or loaded.num_attention_heads
+    return int(loaded.num_hidden_layers), int(heads)

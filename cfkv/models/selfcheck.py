@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor
 from cfkv.errors import CfkvError
 from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
-from cfkv.models.observe import tapping_hidden
+from cfkv.models.observe import observing_attention, tapping_hidden
 
 TOKENS, NEW_TOKENS = 24, 3
 MAX_WINDOW = 1024  # longer sliding windows are not reached by the checks
@@ -55,17 +57,17 @@ def limits(loaded: LoadedModel) -> list[str]:
     for kind in sorted(set(loaded.shape.layer_types) - KNOWN_LAYERS):
         layers = [i for i, own in enumerate(loaded.shape.layer_types) if own == kind]
         found.append(
-            f"layers {_ranges(layers)} are {kind}: they keep no key and value per token, so that replaying from a "
-            "shared prefix, knockout, eviction and kv signals are undefined"
+            f"layers {number_ranges(layers)} are {kind}: they keep no key and value per token, so that replaying from "
+            "a shared prefix, knockout, eviction and kv signals are undefined"
         )
     if loaded.shape.shared_layers:
         first = loaded.shape.num_layers - loaded.shape.shared_layers
         layers = list(range(first, loaded.shape.num_layers))
-        found.append(f"layers {_ranges(layers)} share their keys and values with earlier layers")
+        found.append(f"layers {number_ranges(layers)} share their keys and values with earlier layers")
     return found
 
 
-def _ranges(numbers: list[int]) -> str:
+def number_ranges(numbers: list[int]) -> str:
     """`0-2, 4` for [0, 1, 2, 4]."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -77,10 +79,13 @@ def _ranges(numbers: list[int]) -> str:
 
 
 @torch.inference_mode()
-def self_check(loaded: LoadedModel) -> list[Check]:
-    """Run all checks; a model with layers that cfkv does not know gets None for each, with the reason."""
+def self_check(loaded: LoadedModel, *, caching: bool = True) -> list[Check]:
+    """Run all checks; a model with layers that cfkv does not know gets None for each, with the reason.
+
+    Without `caching`, only the check that needs no cache of keys and values is run, on any model.
+    """
     reasons = limits(loaded)
-    if reasons:
+    if reasons and caching:
         return [Check(name, None, None, reasons[0]) for name in CHECKS]
     rng = np.random.default_rng(0)
     window = getattr(loaded.model.config, "sliding_window", None) or 0
@@ -88,7 +93,7 @@ def self_check(loaded: LoadedModel) -> list[Check]:
     tokens = min(tokens, loaded.shape.max_positions - NEW_TOKENS)
     drawn = rng.integers(0, loaded.shape.vocabulary, size=tokens + NEW_TOKENS)
     ids = torch.tensor(drawn[None], device=loaded.device)
-    return [check(loaded, ids, name) for name, check in CHECKS.items()]
+    return [check(loaded, ids, name) for name, check in CHECKS.items() if caching or check is _taps]
 
 
 def _compare(loaded: LoadedModel, name: str, first: Tensor, second: Tensor, exact: str | None) -> Check:
@@ -107,10 +112,14 @@ def _compare(loaded: LoadedModel, name: str, first: Tensor, second: Tensor, exac
 
 
 def _taps(loaded: LoadedModel, ids: Tensor, name: str) -> Check:
-    plain = compat.forward(loaded.model, ids, compat.new_cache())
+    new_cache = partial(compat.own_cache, loaded.model) if limits(loaded) else compat.new_cache
+    plain = compat.forward(loaded.model, ids, new_cache())
     seen: set[int] = set()
-    with tapping_hidden(loaded.model, lambda layer, output: seen.add(layer)):
-        tapped = compat.forward(loaded.model, ids, compat.new_cache())
+    with ExitStack() as taps:
+        taps.enter_context(tapping_hidden(loaded.model, lambda layer, output: seen.add(layer)))
+        if compat.observable(loaded.model) and not compat.attention_extras(loaded.model):
+            taps.enter_context(observing_attention(loaded.model, lambda call: None))
+        tapped = compat.forward(loaded.model, ids, new_cache())
     expected = set(range(-1, loaded.shape.num_layers))
     if seen != expected:
         return Check(name, False, None, f"taps fired for layers {sorted(seen)} of {sorted(expected)}")
@@ -162,15 +171,15 @@ CHECKS: dict[str, Callable[[LoadedModel, Tensor, str], Check]] = {
 }
 
 
-def description(loaded: LoadedModel) -> dict[str, Any]:
-    """What the manifest stores about a model, after checking it.
+def description(loaded: LoadedModel, *, caching: bool = True) -> dict[str, Any]:
+    """What the manifest stores about a model, after checking it (see `self_check` for `caching`).
 
     Raises
     ------
     CfkvError
         If a check fails or the model has layers that cfkv does not know.
     """
-    checks = self_check(loaded)
+    checks = self_check(loaded, caching=caching)
     bad = [check for check in checks if not check.ok]
     if bad:
         lines = "\n  ".join(

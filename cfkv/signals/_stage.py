@@ -10,15 +10,18 @@ import torch
 
 from cfkv.config import Execution, ProbeConfig
 from cfkv.errors import CfkvError, ItemError, unknown_name
+from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
+from cfkv.models.selfcheck import number_ranges
 from cfkv.schemas import PROBED, SIGNALS
-from cfkv.signals._base import Signal, signal_kinds
-from cfkv.signals._probe import SignalValues, probe
-from cfkv.stage import Output, Rows, Run, Stage, StageResult
+from cfkv.signals._base import TO_END, Signal, signal_kinds
+from cfkv.signals._probe import ROWS, SignalValues, needs_cache, probe
+from cfkv.stage import Job, Output, Rows, Run, Stage, StageResult
 from cfkv.traces.rows import check_same_model, items_in_part, trace_rows
 from cfkv.workers import Workers
 
 MEAN_OVER_HEADS = -1
+NO_LAYER = -2  # sorts before the embedding; stored as null
 
 
 def groups() -> dict[str, list[type[Signal]]]:
@@ -46,74 +49,117 @@ def run_probe(
     execution: Execution,
     crew: Workers,
     load: Callable[[], LoadedModel],
-    describe: Callable[[LoadedModel], dict[str, Any]],
+    describe: Callable[..., dict[str, Any]],
 ) -> StageResult:
-    """Probe all traces that did not fail, once per group.
+    """Probe all traces that did not fail; the groups that a part lacks share one pass.
 
     A group is a stage of its own: re-running one touches no other.
     """
     known = check_groups(config)
-    result = StageResult("probe")
-    for group in config.groups:
-        members = [signal() for signal in known[group]]
-        part = _run_group(run, group, members, execution, crew, load, describe)
-        result.statuses.update(part.statuses)
-        result.parts_written += part.parts_written
-        result.parts_found += part.parts_found
-    run.manifest.record_config("probe", config)
-    return result
-
-
-def _run_group(
-    run: Run,
-    group: str,
-    members: Sequence[Signal],
-    execution: Execution,
-    crew: Workers,
-    load: Callable[[], LoadedModel],
-    describe: Callable[[LoadedModel], dict[str, Any]],
-) -> StageResult:
     traces = run.require("trace")
     loaded = load()
     check_same_model(traces, loaded)
-    stage = Stage(
+    members = {group: [signal() for signal in known[group]] for group in config.groups}
+    everything = [signal for group in members.values() for signal in group]
+    caching = needs_cache(everything)
+    if any(ROWS in signal.observes for signal in everything):
+        refuse_attention(loaded)
+    stages = {group: _stage(group, own, config, loaded, traces) for group, own in members.items()}
+    extra = describe(loaded, caching=caching)
+    jobs = [
+        Job(
+            stage,
+            run.open_stage(stage, overwrite=execution.overwrite, extra=extra),
+            signal_columns(members[group]),
+        )
+        for group, stage in stages.items()
+    ]
+    names = {stage.name: group for group, stage in stages.items()}
+
+    def process(index: int, owed: Sequence[Job], advance: Callable[[int], None]) -> list[list[Rows]]:
+        run.wait_for("trace", parts=[index], patient=crew.count > 1)
+        groups = [names[job.stage.name] for job in owed]
+        signals = [signal for group in groups for signal in members[group]]
+        values: dict[str, list[Any]] = {group: [] for group in groups}
+        status: dict[str, list[Any]] = {group: [] for group in groups}
+        for row in trace_rows(run, index):
+            advance(1)
+            if row["status"] != "ok":
+                continue
+            found, outcome = _probed(loaded, row, signals, execution)
+            for group in groups:
+                own = {
+                    key: heads for key, heads in found.items() if key[0] in {s.name for s in members[group]}
+                }
+                values[group] += signal_rows(row["trace_id"], own, per_head=config.per_head)
+                entry = {"trace_id": row["trace_id"], "group": group, "n_tokens": len(row["token_ids"])}
+                status[group].append({**entry, **outcome})
+        return [[values[group], status[group]] for group in groups]
+
+    results = run.execute_jointly(
+        jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index)
+    )
+    run.manifest.record_config("probe", config)
+    result = StageResult("probe")
+    for part in results:
+        result.statuses.update(part.statuses)
+        result.parts_written += part.parts_written
+        result.parts_found += part.parts_found
+    return result
+
+
+def _probed(
+    loaded: LoadedModel, row: Mapping[str, Any], signals: Sequence[Signal], execution: Execution
+) -> tuple[SignalValues, dict[str, Any]]:
+    """The values of one trace and its status; a failed trace has no values."""
+    try:
+        found = probe(
+            loaded,
+            row["token_ids"],
+            signals,
+            chunk_size=execution.chunk_size,
+            reasoning=(row["reasoning_start"], row["reasoning_stop"]),
+        )
+        return found, {"status": "ok"}
+    except ItemError as error:
+        return {}, {"status": error.status, "reason": error.reason}
+    except torch.OutOfMemoryError as error:
+        reason = f"{str(error).splitlines()[0]}; lower --chunk-size"
+        return {}, {"status": "out_of_memory", "reason": reason}
+
+
+def _stage(
+    group: str,
+    members: Sequence[Signal],
+    config: ProbeConfig,
+    loaded: LoadedModel,
+    traces: Mapping[str, Any],
+) -> Stage:
+    own: dict[str, Any] = {
+        "signals": {signal.name: signal.version for signal in members},
+        "model": loaded.identity,
+    }
+    if any(signal.heads for signal in members):
+        own["per_head"] = config.per_head
+    return Stage(
         name=f"probe:{group}",
-        config={"signals": {signal.name: signal.version for signal in members}, "model": loaded.identity},
+        config=own,
         outputs=(Output(SIGNALS, group), Output(PROBED, group)),
         n_parts=traces["n_parts"],
         n_items=traces["n_items"],
         upstream=("trace",),
     )
-    mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
 
-    def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
-        run.wait_for("trace", parts=[index], patient=crew.count > 1)
-        values: list[Any] = []
-        status: list[Any] = []
-        for row in trace_rows(run, index):
-            advance(1)
-            if row["status"] != "ok":
-                continue
-            entry = {"trace_id": row["trace_id"], "group": group, "n_tokens": len(row["token_ids"])}
-            try:
-                found = probe(loaded, row["token_ids"], members, chunk_size=execution.chunk_size)
-                values += signal_rows(row["trace_id"], found)
-                status.append({**entry, "status": "ok"})
-            except ItemError as error:
-                status.append({**entry, "status": error.status, "reason": error.reason})
-            except torch.OutOfMemoryError as error:
-                reason = f"{str(error).splitlines()[0]}; lower --chunk-size"
-                status.append({**entry, "status": "out_of_memory", "reason": reason})
-        return [values, status]
 
-    return run.execute(
-        stage,
-        process,
-        crew,
-        mark=mark,
-        items_of_part=lambda index: items_in_part(traces, index),
-        extra_columns=signal_columns(members),
-    )
+def refuse_attention(loaded: LoadedModel) -> None:
+    """Raise CfkvError if a layer's attention is more than a softmax over masked dot products."""
+    extras = compat.attention_extras(loaded.model)
+    if extras:
+        what = ", ".join(sorted(set(extras.values())))
+        raise CfkvError(
+            f"{loaded.name}: attention of layers {number_ranges(sorted(extras))} has {what}, which attention signals "
+            "do not compute; probe other groups: hidden, kv, logits, position"
+        )
 
 
 def signal_columns(members: Sequence[Signal]) -> pa.Schema:
@@ -123,17 +169,30 @@ def signal_columns(members: Sequence[Signal]) -> pa.Schema:
             pa.field(
                 signal.name,
                 pa.list_(pa.float32()),
-                metadata={"unit": signal.unit, "source": signal.source, "horizon": str(signal.horizon)},
+                metadata={
+                    "unit": signal.unit,
+                    "source": signal.source,
+                    "horizon": "end" if signal.horizon == TO_END else str(signal.horizon),
+                },
             )
             for signal in members
         ]
     )
 
 
-def signal_rows(trace_id: str, values: SignalValues) -> list[Mapping[str, Any]]:
-    """One row per layer, with the mean over KV heads of each signal."""
-    rows: dict[int, dict[str, Any]] = {}
+def signal_rows(trace_id: str, values: SignalValues, *, per_head: bool = False) -> list[Mapping[str, Any]]:
+    """One row per layer with the mean over KV heads of each signal, then, if asked for, one per layer and KV head.
+
+    The layer of signals without layers is null. Rows of one KV head are neighbours, layers ascending, so that a
+    signal of a trace is one block of memory.
+    """
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
     for (name, layer), heads in values.items():
-        row = rows.setdefault(layer, {"trace_id": trace_id, "layer": layer, "kv_head": MEAN_OVER_HEADS})
-        row[name] = heads.mean(axis=0)
-    return [rows[layer] for layer in sorted(rows)]
+        by_head = {MEAN_OVER_HEADS: heads.mean(axis=0)}
+        if per_head and len(heads) > 1:
+            by_head.update(enumerate(heads))
+        for head, own in by_head.items():
+            place = (head, NO_LAYER if layer is None else layer)
+            row = rows.setdefault(place, {"trace_id": trace_id, "layer": layer, "kv_head": head})
+            row[name] = own
+    return [rows[place] for place in sorted(rows)]

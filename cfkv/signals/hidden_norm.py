@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
+from cfkv.signals._base import CausalSignal, Observation, signal_kinds
 
 
 @signal_kinds.register
@@ -14,11 +14,11 @@ class HiddenNorm(CausalSignal):
     """||h(t)||."""
 
     group: ClassVar[str] = "hidden"
-    observes: ClassVar[str] = "hidden"
+    observes: ClassVar[tuple[str, ...]] = ("hidden_CE",)
     unit: ClassVar[str] = "residual-stream L2 norm"
     source: ClassVar[str] = "EpiKV, ablation notes"
     embedding: ClassVar[bool] = True
 
     def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
         """No memory is needed."""
-        return present(observation.hidden_CE, "hidden states").norm(dim=-1)[None], None
+        return self.seen(observation).norm(dim=-1)[None], None

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.signals._base import CausalSignal, Observation, present, signal_kinds
+from cfkv.signals._base import CausalSignal, Observation, signal_kinds
 
 
 @signal_kinds.register
@@ -14,10 +14,11 @@ class ValueVariance(CausalSignal):
     """Unbiased variance over the head dimension, per KV head."""
 
     group: ClassVar[str] = "kv"
-    observes: ClassVar[str] = "kv"
+    observes: ClassVar[tuple[str, ...]] = ("values_GCD",)
     unit: ClassVar[str] = "squared value units"
     source: ClassVar[str] = "EpiKV, KV-val"
+    heads: ClassVar[bool] = True
 
     def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
         """No memory is needed."""
-        return present(observation.values_GCD, "values").var(dim=-1, correction=1), None
+        return self.seen(observation).var(dim=-1, correction=1), None

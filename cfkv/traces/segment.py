@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from cfkv.errors import ItemError
 from cfkv.models.tokens import THINK_END, decode, encode, find_last
 
 TAIL_TOKENS = 64
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +29,26 @@ class Spans:
     answer_prefix: str = ""
 
 
-def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int) -> Spans:
+def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int, rule: str = AUTO) -> Spans:
     r"""Split prompt | reasoning | answer.
 
-    The boundary is the last `</think>`; else the start of the last `\boxed{`; else 64 tokens before the end.
-    With `</think>` the answer starts after it, so that a regeneration begins in answer mode.
+    The boundary is the last `</think>` (rule think_end); else the start of the last `\boxed{` (boxed); else 64
+    tokens before the end (tail). With `</think>` the answer starts after it, so that a regeneration begins in
+    answer mode. `rule` auto takes the first that applies, another value holds every trace to that one.
 
     Raises
     ------
     ItemError
-        If the response is empty, or no rule leaves any reasoning.
+        If the response is empty, the rule does not apply, or it leaves no reasoning.
     """
     output = list(token_ids[prompt_len:])
     if not output:
         raise ItemError("empty_response", "the response has no tokens")
-    boundary, stop, answer = _boundary(tokenizer, output)
+    rules = _RULES.values() if rule == AUTO else [_RULES[rule]]
+    found = next((found for each in rules if (found := each(tokenizer, output)) is not None), None)
+    if found is None:
+        raise ItemError("no_boundary", f"the boundary rule {rule!r} finds nothing in {len(output)} tokens")
+    boundary, stop, answer = found
     if stop <= 0:
         raise ItemError(
             "no_reasoning",
@@ -62,19 +68,30 @@ def segment(tokenizer: Any, token_ids: Sequence[int], prompt_len: int) -> Spans:
     )
 
 
-def _boundary(tokenizer: Any, output: list[int]) -> tuple[str, int, int]:
+def _think_end(tokenizer: Any, output: list[int]) -> tuple[str, int, int] | None:
     end = encode(tokenizer, THINK_END)
     start = find_last(output, end)
     if start is not None and THINK_END not in decode(tokenizer, output[start + len(end) :]):
         return "think_end", start, start + len(end)
     # Absent, or followed by one whose characters other tokens spell.
     span = _last_text(tokenizer, output, THINK_END)
-    if span is not None:
-        return "think_end", *span
+    return None if span is None else ("think_end", *span)
+
+
+def _boxed(tokenizer: Any, output: list[int]) -> tuple[str, int, int] | None:
     span = _last_text(tokenizer, output, BOX)
-    if span is not None:
-        return "boxed", span[0], span[0]
+    return None if span is None else ("boxed", span[0], span[0])
+
+
+def _tail(tokenizer: Any, output: list[int]) -> tuple[str, int, int] | None:
     return "tail", len(output) - TAIL_TOKENS, len(output) - TAIL_TOKENS
+
+
+_RULES: Mapping[str, Callable[[Any, list[int]], tuple[str, int, int] | None]] = {
+    "think_end": _think_end,
+    "boxed": _boxed,
+    "tail": _tail,
+}
 
 
 def _last_text(tokenizer: Any, ids: list[int], marker: str) -> tuple[int, int] | None:

@@ -60,7 +60,7 @@ class TraceWriter:
         return rows
 
     def _segmented(self, item: TraceItem, token_ids: list[int], prompt_len: int, output: Generation) -> Row:
-        spans = segment(self.tokenizer, token_ids, prompt_len)
+        spans = segment(self.tokenizer, token_ids, prompt_len, self.config.boundary)
         return self._row(item, token_ids, prompt_len, spans, output.logprobs, output.finish_reason)
 
     def _restate(self, items: Sequence[TraceItem]) -> dict[str, Row]:
@@ -124,7 +124,7 @@ class TraceWriter:
                 f"{unknown} of {len(token_ids)} tokens are unknown to {self.loaded.name}; name the model that wrote "
                 "the trace with --model",
             )
-        spans = segment(self.tokenizer, token_ids, len(prompt))
+        spans = segment(self.tokenizer, token_ids, len(prompt), self.config.boundary)
         self._check_length(len(token_ids))
         logprobs = self._logprobs(token_ids, len(prompt))
         return self._row(item, token_ids, len(prompt), spans, logprobs, item.finish_reason)

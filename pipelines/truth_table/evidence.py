@@ -141,7 +141,7 @@ def by_distance(found: Sequence[Removal]) -> list[dict[str, Any]]:
 
 def by_written(found: Iterable[Removal], role: str) -> dict[str, float]:
     """Mean KL per written token when a token of `role` is gone: where a fact of the answer is written, or not."""
-    at_answer, elsewhere = [], []
+    at_answer, elsewhere = list[float](), list[float]()
     for each in found:
         if each.role == role:
             for written, kl in zip(each.written, each.by_offset, strict=False):

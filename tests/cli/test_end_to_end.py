@@ -6,20 +6,18 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 import yaml
+from real_runs import ACCELERATE, TORCHRUN, assert_same, cfkv_process, finish, tables
 
 import cfkv
 from cfkv.cli import _guarded
 from cfkv.problems.registers import planted_truth
-from cfkv.schemas import TABLES
+from cfkv.workers import owner
 
 RECIPE = {
     "trace": {"dataset": "registers", "limit": 7, "max_new_tokens": 384, "part_size": 2},
@@ -38,41 +36,6 @@ def recipe_file(folder: Path) -> Path:
     return path
 
 
-def tables(run: Path) -> dict[str, pl.DataFrame]:
-    """All tables of a run, whole."""
-    loaded = cfkv.load(run)
-    return {name: getattr(loaded, name).collect() for name in TABLES}
-
-
-def assert_same(first: Path, second: Path) -> None:
-    """Row for row, column for column."""
-    mine, theirs = tables(first), tables(second)
-    for name in TABLES:
-        assert mine[name].equals(theirs[name]), name
-        assert len(mine[name]) > 0, name
-
-
-def cfkv_process(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """A cfkv process of its own, one thread, stderr kept apart."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "-m", "cfkv", *arguments]
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for the process; its standard output."""
-    printed, complaints = process.communicate(timeout=200)
-    assert process.returncode == 0, complaints[-3000:]
-    return printed
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe run in this process."""
@@ -82,7 +45,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_table_and_picture_is_there(reference: Path) -> None:
-    """Counts by hand: 7 problems in parts of 2 make 4 parts; 5 + 4 layers; 3 + 4 signals."""
+    """Counts by hand: 7 problems in parts of 2 make 4 parts; 5 + 4 layers; 5 + 11 signals."""
     found = tables(reference)
     assert len(list((reference / "traces").glob("part-*.parquet"))) == 4
     assert len(found["traces"]) == 7
@@ -91,8 +54,9 @@ def test_every_table_and_picture_is_there(reference: Path) -> None:
         assert sorted(found["token_labels"].filter(kind=kind)["trace_id"]) == sorted(correct)
     # Per trace: hidden for the embedding and 4 blocks, kv for 4 blocks.
     assert len(found["signals"]) == 7 * (5 + 4)
-    # Per label kind: (3 hidden signals x 5 layers + 4 kv signals x 4 layers) x 2 smoothings x 5 measures, position x 5.
-    assert len(found["correlations"]) == 2 * ((3 * 5 + 4 * 4) * 2 * 5 + 5)
+    # Per label kind: 3 hidden signals on 5 layers, 2 hidden and 11 kv signals on 4, each with 2 smoothings and
+    # 5 measures; position x 5.
+    assert len(found["correlations"]) == 2 * ((3 * 5 + (2 + 11) * 4) * 2 * 5 + 5)
     page = (reference / "report.html").read_text(encoding="utf-8")
     assert "7 traces of 7 problems" in page
     assert {path.suffix for path in (reference / "figures").iterdir()} == {".png", ".svg", ".csv"}
@@ -132,40 +96,47 @@ def test_running_again_changes_nothing(reference: Path, capsys: pytest.CaptureFi
     assert {path: path.stat().st_mtime_ns for path in reference.rglob("part-*.parquet")} == before
 
 
-def test_two_processes_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
-    """torchrun, which accelerate launch is built on; only rank 0 prints."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = finish(
-        cfkv_process("run", str(recipe_file(tmp_path)), str(tmp_path / "run"), launcher=launcher)
-    )
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_two_processes_give_the_same_tables(
+    launcher: tuple[str, ...], reference: Path, tmp_path: Path
+) -> None:
+    """Both did some; only rank 0 prints."""
+    run = tmp_path / "run"
+    printed = finish(cfkv_process("run", str(recipe_file(tmp_path)), str(run), launcher=launcher))
     assert printed.count("label:occlusion:") == 1
-    assert_same(reference, tmp_path / "run")
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    assert {event["worker"] for event in events if event["event"] == "part_written"} == {0, 1}
+    assert_same(reference, run)
 
 
 def test_a_failed_item_ends_no_other_process(tmp_path: Path) -> None:
     """Rank 1 has an empty response; the launcher must not end rank 0 for it, and the exit code says so at the end."""
     row = {"question": "ask 4", "answer": "R1=6", "response": r"%m =6 6 ; </think> \boxed{ R1=6 }"}
     rows = [{**row, "problem_id": f"p{i}"} for i in range(8)]
-    rows[1]["response"] = ""
+    empty = next(part for part in range(8) if owner(part, 2) == 1)
+    rows[empty]["response"] = ""
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run = tmp_path / "run"
     arguments = ("--mode", "import", "--path", str(tmp_path / "t.jsonl"), "--part-size", "1")
-    process = cfkv_process("trace", str(run), *arguments, launcher=launcher)
+    process = cfkv_process("trace", str(run), *arguments, launcher=TORCHRUN)
     process.communicate(timeout=200)
     assert process.returncode == 1
     statuses = cfkv.load(run).traces.collect()["status"].to_list()
-    assert statuses == ["ok", "empty_response", *["ok"] * 6]
+    assert statuses == ["empty_response" if part == empty else "ok" for part in range(8)]
 
 
 def test_shards_give_the_same_tables(reference: Path, tmp_path: Path) -> None:
-    """The first shard leaves the analysis to the last."""
-    recipe, run = str(recipe_file(tmp_path)), tmp_path / "run"
-    assert _guarded(["run", recipe, str(run), "--shard", "1/2"]) == 0
-    assert not (run / "report.html").exists()
-    assert _guarded(["run", recipe, str(run), "--shard", "0/2"]) == 0
-    assert (run / "report.html").exists()
-    assert_same(reference, run)
+    """The first leaves the analysis to others, and what the recipe says of it; other commands finish the run."""
+    recipe, run = str(recipe_file(tmp_path)), str(tmp_path / "run")
+    assert _guarded(["run", recipe, run, "--shard", "1/2"]) == 0
+    assert not (tmp_path / "run" / "report.html").exists()
+    assert _guarded(["correlate", run]) == 2
+    for command in (["trace"], ["label"], ["label", "--kind", "eviction_kl"], ["probe"]):
+        assert _guarded([command[0], run, *command[1:], "--shard", "0/2"]) == 0
+    assert _guarded(["correlate", run]) == 0
+    assert _guarded(["report", run]) == 0
+    assert_same(reference, tmp_path / "run")
 
 
 def test_a_killed_run_goes_on(reference: Path, tmp_path: Path) -> None:

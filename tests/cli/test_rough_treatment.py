@@ -123,6 +123,8 @@ def test_lines_that_no_table_can_hold(run_cfkv: Cfkv, tmp_path: Path, line: str,
     ("arguments", "expected"),
     [
         (("trace", "d", *TRACE, "--device", "banana"), "--device 'banana' is none of auto, cpu, cuda"),
+        (("trace", "d", *TRACE, "--device-map", "cuda"), "--device-map 'cuda' is none of auto, balanced"),
+        (("doctor", "--device-map", "banana"), "--device-map 'banana' is none of auto, balanced"),
         (("trace", "d", *TRACE, "--attn-implementation", "flash_attention_2"), "cannot be loaded"),
         (("trace", "d", *TRACE, "--attn-implementation", "flex_attention"), "flex_attention needs a GPU"),
         (("trace", "afile/x", *TRACE), "Not a directory: afile/x"),

@@ -10,7 +10,7 @@ import pytest
 
 from cfkv.answers import exact_match
 from cfkv.config import Execution, LabelConfig
-from cfkv.errors import ItemError
+from cfkv.errors import CfkvError, ItemError
 from cfkv.labels._base import LabelledTrace, LabelTrace, label_kinds
 from cfkv.labels._packed import Counterfactual
 from cfkv.labels.occlusion import Occlusion
@@ -192,3 +192,19 @@ def test_every_kind_declares_itself() -> None:
     assert "occlusion" in label_kinds.names()
     for kind in label_kinds.members():
         assert all((kind.source, kind.unit, kind.sign, kind.version >= 1))
+
+
+@pytest.mark.parametrize("kind", ["occlusion", "knockout", "eviction_kl"])
+def test_layers_that_keep_no_entries_are_named(llama: LoadedModel, kind: str) -> None:
+    """A model whose second layer is a state-space one is refused, with that layer."""
+    shape = dataclasses.replace(llama.shape, layer_types=("full_attention", "mamba", "full_attention"))
+    odd = dataclasses.replace(llama, shape=shape)
+    with pytest.raises(CfkvError, match=f"label kind {kind} cannot use tiny-llama: layers 1 are mamba"):
+        label_kinds.get(kind)(odd, LabelConfig(kind=kind), Execution(), exact_match)
+
+
+def test_kernels_that_take_no_mask_are_refused(llama: LoadedModel) -> None:
+    """Flash attention hides nothing."""
+    flash = dataclasses.replace(llama, attn_implementation="flash_attention_2")
+    with pytest.raises(CfkvError, match="flash_attention_2 cannot hide single entries.*use sdpa or eager"):
+        Occlusion(flash, CONFIG, Execution(), exact_match)

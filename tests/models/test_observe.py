@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from cfkv.errors import CfkvError
 from cfkv.models import compat, selfcheck
 from cfkv.models.loading import LoadedModel
-from cfkv.models.observe import EMBEDDING_LAYER, tapping_hidden
+from cfkv.models.observe import (
+    EMBEDDING_LAYER,
+    AttentionCall,
+    observing_attention,
+    tapping_hidden,
+    tapping_parts,
+)
 
 LENGTH = 20
 
@@ -72,6 +79,88 @@ def test_hooks_are_gone_afterwards(llama: LoadedModel) -> None:
     with pytest.raises(ArithmeticError, match="layer -1"), tapping_hidden(llama.model, broken):
         llama.model(ids)
     assert count_hooks(llama.model) == before
+
+
+def registered() -> set[str]:
+    return {*AttentionInterface().keys(), *AttentionMaskInterface().keys()}
+
+
+def implementations(model: nn.Module) -> set[str | None]:
+    return {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_observed_attention_is_the_models_own(
+    make_tiny: Callable[..., LoadedModel], tiny: LoadedModel, attention: str
+) -> None:
+    """Bit-identical logits on padded rows too, and what is seen gives the weights that eager returns."""
+    loaded = make_tiny(tiny.name.removeprefix("tiny-"), attention)
+    ids, padding = draw(loaded), torch.ones(2, LENGTH, dtype=torch.long)
+    padding[1, :5] = 0
+    plain = loaded.model(ids, attention_mask=padding).logits
+    calls: list[AttentionCall] = []
+    with observing_attention(loaded.model, calls.append):
+        assert implementations(loaded.model) == {compat.OBSERVE}
+        observed = loaded.model(ids, attention_mask=padding).logits
+    assert torch.equal(plain, observed)
+    assert [call.layer for call in calls] == list(range(loaded.shape.num_layers))
+    eager = make_tiny(tiny.name.removeprefix("tiny-"), "eager").model
+    weights = eager(ids, attention_mask=padding, output_attentions=True).attentions
+    for call, expected in zip(calls, weights, strict=True):
+        keys = call.keys.repeat_interleave(call.queries.shape[1] // call.keys.shape[1], dim=1)
+        scores = call.queries @ keys.transpose(2, 3) * call.scaling
+        mask = call.mask if call.mask.dtype == torch.bool else call.mask == 0
+        found = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        own = padding[:, None, :, None].bool().expand_as(found)  # padded rows attend to nothing that matters
+        assert torch.allclose(found[own], expected[own], atol=1e-6)
+
+
+def test_observing_leaves_nothing_behind(llama: LoadedModel) -> None:
+    ids, before, hooks = draw(llama), registered(), count_hooks(llama.model)
+
+    def broken(call: AttentionCall) -> None:
+        raise ArithmeticError(f"layer {call.layer}")
+
+    with observing_attention(llama.model, lambda call: None, rotary=True):
+        assert registered() == {*before, compat.OBSERVE}
+        with (
+            pytest.raises(RuntimeError, match="do not nest"),
+            observing_attention(llama.model, lambda call: None),
+        ):
+            pass
+        assert registered() == {*before, compat.OBSERVE}  # the inner one took nothing of the outer one's
+    with pytest.raises(ArithmeticError, match="layer 0"), observing_attention(llama.model, broken):
+        llama.model(ids)
+    assert registered() == before
+    assert implementations(llama.model) == {"sdpa"}
+    assert count_hooks(llama.model) == hooks
+
+
+def test_parts_are_the_modules_outputs(tiny: LoadedModel) -> None:
+    ids, seen, hooks = draw(tiny), {}, count_hooks(tiny.model)
+    with (
+        tapping_parts(
+            tiny.model, "attention", lambda layer, out: seen.__setitem__(("attention", layer), out)
+        ),
+        tapping_parts(tiny.model, "mlp", lambda layer, out: seen.__setitem__(("mlp", layer), out)),
+        tapping_hidden(tiny.model, lambda layer, out: seen.__setitem__(("hidden", layer), out)),
+    ):
+        tiny.model(ids)
+    assert count_hooks(tiny.model) == hooks
+    for index, layer in enumerate(tiny.model.model.layers):
+        attention, mlp = seen["attention", index], seen["mlp", index]
+        if hasattr(layer, "post_feedforward_layernorm"):  # Gemma3 norms a part before it adds it
+            attention, mlp = layer.post_attention_layernorm(attention), layer.post_feedforward_layernorm(mlp)
+        total = seen["hidden", index - 1] + attention + mlp
+        assert torch.allclose(total, seen["hidden", index], atol=1e-5)
+
+
+def test_an_unknown_block_is_named() -> None:
+    block = nn.ModuleDict({"odd": nn.Linear(2, 2)})
+    with pytest.raises(
+        CfkvError, match=r"layer 3 \(ModuleDict\) has no mlp module that cfkv knows \(it has odd\)"
+    ):
+        compat.block_part(block, "mlp", 3)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

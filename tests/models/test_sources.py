@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cfkv.config import Execution, ModelConfig
 from cfkv.errors import CfkvError
-from cfkv.models.loading import LoadedModel, layer_count, load_model, load_tokenizer
+from cfkv.models.loading import LoadedModel, layer_sizes, load_model, load_tokenizer
 from cfkv.models.sources import builtin_folder, resolve
 
 
@@ -61,7 +61,7 @@ def test_builtin_is_resolved() -> None:
     source = resolve(ModelConfig())
     assert source.kind == "folder"
     assert Path(source.place) == builtin_folder()
-    assert layer_count(ModelConfig()) == 4
+    assert layer_sizes(ModelConfig()) == (4, 2)
 
 
 def test_saved_folder_loads(saved: Path, llama: LoadedModel) -> None:
@@ -76,7 +76,7 @@ def test_saved_folder_loads(saved: Path, llama: LoadedModel) -> None:
     ids = torch.arange(9, 30)[None]
     assert torch.equal(loaded.model(ids).logits, llama.model(ids).logits)
     assert load_tokenizer(ModelConfig(model=str(saved))).decode([5, 9]) == "<think> 0"
-    assert layer_count(ModelConfig(model=str(saved))) == llama.shape.num_layers
+    assert layer_sizes(ModelConfig(model=str(saved)))[0] == llama.shape.num_layers
 
 
 def test_only_a_pickle_is_refused(saved: Path) -> None:

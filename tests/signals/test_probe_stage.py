@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import cfkv
 from cfkv import store
 from cfkv.config import Execution, ModelConfig, ProbeConfig, Recipe, TraceConfig
 from cfkv.errors import CfkvError, ItemError
@@ -20,7 +22,7 @@ from cfkv.models.sources import builtin_folder
 from cfkv.schemas import PROBED, SIGNALS, TRACES
 from cfkv.session import Session
 from cfkv.signals import _stage
-from cfkv.signals._base import signal_kinds
+from cfkv.signals._base import Signal, signal_kinds
 from cfkv.signals._probe import probe
 
 LAYERS = 4
@@ -83,6 +85,9 @@ def test_one_row_per_trace_and_layer(probed: Path) -> None:
         names = [name for name in signal_kinds.names() if signal_kinds.get(name).group == group]
         for row in rows.iter_rows(named=True):
             for name in names:
+                if row["layer"] == -1 and not signal_kinds.get(name).embedding:
+                    assert row[name] is None
+                    continue
                 assert len(row[name]) == len(traces[row["trace_id"]]["token_ids"])  # type: ignore[arg-type]
         status = store.scan(probed, PROBED, group).collect().sort("trace_id")
         assert status["trace_id"].to_list() == sorted(traces)
@@ -100,7 +105,10 @@ def test_values_are_the_probes_mean_over_heads(probed: Path, builtin: LoadedMode
         members = [signal() for signal in signal_kinds.members()]
         values = probe(builtin, trace["token_ids"], members, chunk_size=512)  # type: ignore[arg-type]
         for (name, layer), heads in values.items():
-            rows = store.scan(probed, SIGNALS, signal_kinds.get(name).group)
+            group = signal_kinds.get(name).group
+            if group not in ("hidden", "kv") or np.isnan(heads).all():
+                continue
+            rows = store.scan(probed, SIGNALS, group)
             here = rows.filter((pl.col("trace_id") == trace_id) & (pl.col("layer") == layer)).collect()
             found, expected = here[name].item().to_numpy(), heads.mean(axis=0)
             assert (np.isnan(found) == np.isnan(expected)).all()
@@ -134,6 +142,91 @@ def test_one_group_leaves_the_other_alone(fresh: Path, recipe: Recipe) -> None:
     result = session(fresh, only).probe()
     assert (result.parts_written, result.parts_found) == (1, 1)
     assert store.part_path(fresh, SIGNALS, "hidden", 0).stat().st_mtime_ns == hidden
+
+
+def test_groups_that_a_part_lacks_share_one_pass(
+    fresh: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part 0 lacks kv, both lack logits and position: each trace is forwarded once, with the signals it lacks."""
+    store.part_path(fresh, SIGNALS, "kv", 0).unlink()
+    right, asked = _stage.probe, []
+
+    def spy(loaded: LoadedModel, ids: list[int], signals: list[Signal], **options: object) -> object:
+        asked.append({signal.group for signal in signals})
+        return right(loaded, ids, signals, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_stage, "probe", spy)
+    wanted = ProbeConfig(groups=("hidden,kv", "logits,position"))
+    result = session(fresh, recipe.model_copy(update={"probe": wanted})).probe()
+    assert asked == [{"kv", "logits", "position"}] * 2 + [{"logits", "position"}]
+    assert (result.parts_written, result.parts_found, result.statuses) == (5, 3, {"ok": 12})
+
+
+def test_signals_without_layers_have_a_null_layer(fresh: Path, recipe: Recipe) -> None:
+    wanted = ProbeConfig(groups=("logits", "position"))
+    session(fresh, recipe.model_copy(update={"probe": wanted})).probe()
+    rows = store.scan(fresh, SIGNALS, "logits").collect()
+    assert rows.select("layer", "kv_head").unique().rows() == [(None, -1)]
+    assert rows["trace_id"].to_list() == sorted(traces_of(fresh))
+    loaded = cfkv.load(fresh)
+    traces = traces_of(fresh)
+    tidy = loaded.signal("surprisal")
+    assert tidy["layer"].null_count() == len(tidy) == sum(len(t["token_ids"]) for t in traces.values())  # type: ignore[arg-type]
+    for trace_id, trace in traces.items():
+        own = loaded.signal("reasoning_position").filter(trace_id=trace_id)["value"].to_numpy()
+        assert own[trace["reasoning_start"]] == 0  # type: ignore[call-overload]
+        assert own[trace["reasoning_stop"]] == 1  # type: ignore[call-overload]
+
+
+def test_heads_are_kept_on_request(fresh: Path, recipe: Recipe, builtin: LoadedModel) -> None:
+    """Mean first, then head after head; the setting is part of a group's configuration only where heads exist."""
+    wanted = recipe.model_copy(update={"probe": ProbeConfig(per_head=True)})
+    with pytest.raises(CfkvError, match="config.per_head: False -> True"):
+        session(fresh, wanted).probe()
+    result = session(fresh, wanted, overwrite=True).probe()
+    assert (result.parts_written, result.parts_found) == (2, 2)  # hidden has no heads and stays
+    rows = store.scan(fresh, SIGNALS, "kv").filter(pl.col("trace_id") == "p0/0").collect()
+    assert rows["kv_head"].to_list() == [-1] * LAYERS + [0] * LAYERS + [1] * LAYERS
+    assert rows["cross_head_key_variance"].null_count() == 2 * LAYERS
+    heads = np.array(rows["key_norm"].to_list()).reshape(3, LAYERS, -1)
+    assert np.allclose(heads[0], heads[1:].mean(axis=0), rtol=2**-15)
+    assert rows.height == 3 * LAYERS
+
+
+def test_a_part_is_written_while_the_next_one_runs(
+    fresh: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write waits for the second part's first forward: it would never end if they took turns."""
+    shutil.rmtree(fresh / "probed")
+    written, reached = store.write_part, threading.Event()
+    right = _stage.probe
+
+    def slow(*arguments: object, **options: object) -> object:
+        assert reached.wait(timeout=30) or arguments[3] == 1
+        return written(*arguments, **options)  # type: ignore[arg-type]
+
+    def noting(loaded: LoadedModel, ids: list[int], *rest: object, **options: object) -> object:
+        if ids == traces_of(fresh)["p3/0"]["token_ids"]:
+            reached.set()
+        return right(loaded, ids, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "write_part", slow)
+    monkeypatch.setattr(_stage, "probe", noting)
+    assert session(fresh, recipe).probe().parts_written == 4
+
+
+def test_a_write_that_fails_ends_the_stage(
+    fresh: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background too."""
+    shutil.rmtree(fresh / "probed")
+
+    def full(*arguments: object, **options: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_part", full)
+    with pytest.raises(OSError, match="No space left"):
+        session(fresh, recipe).probe()
 
 
 def test_failures_are_rows(fresh: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

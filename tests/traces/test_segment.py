@@ -206,3 +206,29 @@ def test_a_token_that_ends_the_boundary_and_opens_the_box() -> None:
         7,
     )
     assert (spans.boundary, spans.answer_prefix) == ("think_end", "\\")
+
+
+@pytest.mark.parametrize(
+    ("rule", "output", "expected"),
+    [
+        ("think_end", ("a", *SPELT, *OPENED, "7", "}"), spans(7, 8, 13, 20, "think_end")),
+        # the box, although a </think> comes before it
+        ("boxed", ("a", *SPELT, *OPENED, "7", "}"), spans(7, 13, 13, 20, "boxed")),
+        # 70 tokens, 64 of them the tail
+        ("tail", ("a",) * 70, spans(7, 13, 13, 77, "tail")),
+    ],
+)
+def test_one_rule_for_all_traces(
+    byte_tokenizer: PreTrainedTokenizerFast, rule: str, output: tuple[str, ...], expected: Spans
+) -> None:
+    """A named rule is used even where an earlier one would apply."""
+    ids = ids_of(byte_tokenizer, [*PROMPT, *output])
+    assert segment(byte_tokenizer, ids, len(PROMPT), rule) == expected
+
+
+@pytest.mark.parametrize("rule", ["think_end", "boxed"])
+def test_a_rule_that_does_not_apply(byte_tokenizer: PreTrainedTokenizerFast, rule: str) -> None:
+    """The trace fails with the rule's name; no other rule steps in."""
+    ids = ids_of(byte_tokenizer, ["q", "a", "b"])
+    with pytest.raises(ItemError, match=f"no_boundary.*{rule}"):
+        segment(byte_tokenizer, ids, 1, rule)
