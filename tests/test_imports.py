@@ -15,7 +15,7 @@ import cfkv
 PACKAGE = Path(cfkv.__file__).parent
 FOUNDATION = frozenset(
     ["errors", "registry", "config", "schemas", "store", "manifest"]
-    + ["stage", "workers", "writer", "progress", "answers", "math_match", "kinds"]
+    + ["stage", "workers", "writer", "progress", "answers", "math_match", "kinds", "margins"]
 )
 # What each layer may import of cfkv besides itself. Layers that are not named (cli, session, plan, doctor,
 # listing) put the others together.

@@ -11,7 +11,7 @@ from typing import Any
 
 import polars as pl
 
-NARROW_MARGIN = 1e-4  # logits: below this another batch shape may pick another token
+from cfkv.margins import margin_text, narrow_margin
 
 
 def count_under_floor(windows: pl.DataFrame, kind: str, *, flipped: bool = False) -> tuple[int, int] | None:
@@ -44,10 +44,11 @@ def count_flips(windows: pl.DataFrame, kind: str) -> tuple[int, int]:
     return good.filter(pl.col("flipped")).height, good.height
 
 
-def count_narrow(windows: pl.DataFrame, kind: str) -> tuple[int, int]:
-    """Windows of a kind in which some token was decoded by a margin below 1e-4, and windows that were replayed."""
+def count_narrow(windows: pl.DataFrame, kind: str, dtype: str) -> tuple[int, int]:
+    """Windows of a kind in which some token was decoded by a margin that is narrow for the compute dtype, and windows
+    that were replayed."""
     good = windows.filter(pl.col("kind") == kind, pl.col("status") == "ok")
-    return good.filter(pl.col("min_margin") < NARROW_MARGIN).height, good.height
+    return good.filter(pl.col("min_margin") < narrow_margin(dtype)).height, good.height
 
 
 def null_command(run: str, settings: Mapping[str, Any]) -> str:
@@ -64,6 +65,7 @@ def floor_facts(
     eviction_kl: pl.DataFrame,
     settings: Mapping[str, Any],
     run: str = "DIR",
+    dtype: str = "float32",
 ) -> list[tuple[str, str]]:
     """What is known of one kind's noise, as pairs of name and text; what is not known is said, with the way to it.
 
@@ -76,6 +78,8 @@ def floor_facts(
         The kind's recorded configuration.
     run : str
         The run directory, as it stands in the command that is offered.
+    dtype : str
+        The model's compute dtype (`recorded_dtype`), which says what margin is narrow.
     """
     facts: list[tuple[str, str]] = []
     if (eviction_kl["kind"] == kind).any():
@@ -103,8 +107,17 @@ def floor_facts(
             facts.append(("windows without a floor (no null window or no Δnll)", f"{bare:,}"))
         null = count_flips(windows, "null")
         facts.append(("null windows that flipped by rounding alone", _of(null)))
-    facts.append(("windows decided by a margin below 1e-4", _of(count_narrow(windows, kind))))
+    narrow = _of(count_narrow(windows, kind, dtype))
+    facts.append((f"windows decided by a margin below {margin_text(dtype)} ({dtype})", narrow))
     return facts
+
+
+def recorded_dtype(stages: Mapping[str, Any], kind: str) -> str:
+    """The compute dtype that run.json has for a label kind; float32 where it says none."""
+    try:
+        return str(stages[f"label:{kind}"]["identity"]["config"]["model"]["dtype"])
+    except (KeyError, TypeError):
+        return "float32"
 
 
 def _of(pair: tuple[int, int]) -> str:

@@ -54,10 +54,34 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        _reset(device)
         start = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - start
     with _Ledger() as ledger:
         call()
     return ledger.peak
+
+
+# The highest peak of a device before `peak_bytes` last reset its allocator's record.
+_before: dict[str, int] = {}
+
+
+def watch_from_here(device: torch.device) -> None:
+    """Forget all earlier peaks of a GPU."""
+    if device.type == "cuda":
+        _reset(device)
+        _before[str(device)] = 0
+
+
+def highest_bytes(device: torch.device) -> int | None:
+    """The most bytes that a GPU's allocator held since `watch_from_here`, those before it included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return max(_before.get(str(device), 0), torch.cuda.max_memory_allocated(device))
+
+
+def _reset(device: torch.device) -> None:
+    """Reset the allocator's record, and keep what it was."""
+    _before[str(device)] = highest_bytes(device) or 0
+    torch.cuda.reset_peak_memory_stats(device)

@@ -17,6 +17,7 @@ from cfkv.labels._packed import Counterfactual
 from cfkv.labels._replay import Replay, Replayed
 from cfkv.labels._scope import Scope
 from cfkv.labels._windows import windows
+from cfkv.margins import margin_text, narrow_margin
 from cfkv.models.decode import Generation, StopRule, generate_greedy
 from cfkv.models.loading import LoadedModel
 from cfkv.models.stopping import answer_stop
@@ -110,7 +111,11 @@ class Labels(Bench):
             Measured(f"{name}: forwarded", totals.forwarded, "tokens"),
             Measured(f"{name}: forwarded / needed", totals.forwarded / totals.needed, "ratio", 1.1, "lower"),
             Measured(f"{name}: same tokens as literal", totals.same / totals.checked, "share", 1, "higher"),
-            Measured(f"{name}: excused by a margin below 1e-4", totals.excused, "windows"),
+            Measured(
+                f"{name}: excused by a margin below {margin_text(str(loaded.dtype))}",
+                totals.excused,
+                "windows",
+            ),
         ]
         if totals.literal_accepted:
             ratio = fmean(totals.literal_accepted) / (totals.fast_accepted / totals.accepted)
@@ -199,13 +204,13 @@ def measure(loaded: LoadedModel, case: Case, config: BenchConfig, totals: Totals
         totals.literal.append(took)
         if index in accepted:
             totals.literal_accepted.append(took)
-        compare(found[index], literal, totals)
+        compare(found[index], literal, totals, narrow_margin(str(loaded.dtype)))
 
 
-def compare(fast: Replayed, literal: Generation, totals: Totals) -> None:
-    """Whether both ways wrote the same tokens; a tiny margin excuses a difference, and is counted."""
+def compare(fast: Replayed, literal: Generation, totals: Totals, margin: float) -> None:
+    """Whether both ways wrote the same tokens; a narrow margin excuses a difference, and is counted."""
     same = list(fast.token_ids) == literal.token_ids
-    tiny = min(fast.min_margin, literal.min_margin) < 1e-4
+    tiny = min(fast.min_margin, literal.min_margin) < margin
     totals.checked += 1
     totals.same += same or tiny
     totals.excused += tiny and not same

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from cfkv.analysis.floor import floor_facts
+from cfkv.analysis.floor import floor_facts, recorded_dtype
 from cfkv.analysis.high_damage import graded_kinds, with_high_damage
 from cfkv.analysis.summary import label_counts
 from cfkv.config import ReportConfig, canonical_json
@@ -135,7 +135,9 @@ def _section(
         "labels": label_counts(traces, token_labels, windows, kind) if labelled else None,
         "windows": count_windows(windows, kind),
         "removals": count_removals(eviction_kl, kind),
-        "floor": floor_facts(kind, windows, eviction_kl, _find_config(stages, kind)),
+        "floor": floor_facts(
+            kind, windows, eviction_kl, _find_config(stages, kind), dtype=recorded_dtype(stages, kind)
+        ),
         "words": words,
         "bands": plots.get(f"bands-{slug(kind)}"),
         "auroc": plots.get(f"auroc-{slug(kind)}"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
-from cfkv.analysis.floor import floor_facts
+from cfkv.analysis.floor import floor_facts, recorded_dtype
 from cfkv.schemas import EVICTION_KL, PROBED, SIGNALS, TABLES, TOKEN_LABELS, WINDOWS
 from cfkv.validate import correlations, eviction, keys, labels, signals, traces, windows
 from cfkv.validate._check import Check
@@ -110,6 +110,14 @@ def _floors(content: Content) -> dict[str, list[tuple[str, str]]]:
     made, removed = content.whole(WINDOWS), content.whole(EVICTION_KL)
     kinds = _values(content, WINDOWS.name, EVICTION_KL.name)
     facts = {
-        kind: floor_facts(kind, made, removed, content.settings(kind), str(content.path)) for kind in kinds
+        kind: floor_facts(
+            kind,
+            made,
+            removed,
+            content.settings(kind),
+            str(content.path),
+            recorded_dtype(content.stages, kind),
+        )
+        for kind in kinds
     }
     return {kind: found for kind, found in facts.items() if found}

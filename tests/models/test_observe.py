@@ -176,6 +176,18 @@ def test_selfcheck_passes(make_tiny: Callable[..., LoadedModel], tiny: LoadedMod
     assert len(described["self_check"]) == len(checks)
 
 
+def test_tolerance_grows_with_the_logits_in_half_precision(llama: LoadedModel) -> None:
+    """Of a largest logit of 32: 2 in bfloat16, 0.25 in float16, and 0.001 in float32 whatever its size."""
+    whole = torch.tensor([[32.0, -1.0, 0.0]])
+    for dtype, bound in ((torch.bfloat16, 2.0), (torch.float16, 0.25), (torch.float32, 0.001)):
+        loaded = dataclasses.replace(llama, dtype=dtype)
+        for factor, ok in ((0.9, True), (1.1, False)):
+            other = whole - torch.tensor([[0.0, 0.0, factor * bound]])
+            assert selfcheck._compare(loaded, "n", whole, other, None).ok is ok
+    tapped = selfcheck._compare(llama, "n", whole, whole * (1 + 1e-6), "bit-identical logits")
+    assert (tapped.ok, tapped.detail) == (False, "bit-identical logits")
+
+
 def test_selfcheck_passes_on_the_builtin_model(builtin: LoadedModel) -> None:
     assert all(check.ok for check in selfcheck.self_check(builtin))
 

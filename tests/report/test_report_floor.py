@@ -7,7 +7,12 @@ from typing import Any
 import polars as pl
 from report_frames import frame, window
 
-from cfkv.analysis.floor import count_removals_under_floor, count_under_floor, floor_facts
+from cfkv.analysis.floor import (
+    count_removals_under_floor,
+    count_under_floor,
+    floor_facts,
+    recorded_dtype,
+)
 from cfkv.schemas import EVICTION_KL, WINDOWS
 
 
@@ -57,7 +62,7 @@ def test_a_missing_floor_is_said_with_the_command_that_makes_it() -> None:
             "noise floor",
             "unknown: no null windows; `cfkv label DIR --kind null --window 8 --stride 4` measures it",
         ),
-        ("windows decided by a margin below 1e-4", "0 of 1"),
+        ("windows decided by a margin below 1e-4 (float32)", "0 of 1"),
     ]
 
 
@@ -79,10 +84,25 @@ def test_flips_of_the_null_kind_are_told_not_hidden() -> None:
         ("flipped windows among those with a floor that are within it", "1 of 2"),
         ("windows without a floor (no null window or no Δnll)", "1"),
         ("null windows that flipped by rounding alone", "1 of 2"),
-        ("windows decided by a margin below 1e-4", "1 of 3"),
+        ("windows decided by a margin below 1e-4 (float32)", "1 of 3"),
     ]
     assert floor_facts("null", windows, none, {}) == [
         ("null windows that flipped by rounding alone", "1 of 2"),
         ("largest |Δnll| of a null window, nats/token", "2.0e-01"),
-        ("windows decided by a margin below 1e-4", "0 of 2"),
+        ("windows decided by a margin below 1e-4 (float32)", "0 of 2"),
     ]
+
+
+def test_what_margin_is_narrow_depends_on_the_dtype() -> None:
+    """Two spacings of a bfloat16 logit between 16 and 32 are 0.25: narrow there, and wide in float32."""
+    rows = frame(WINDOWS, [window(1, 0, min_margin=0.25), window(1, 1, min_margin=1.0)])
+    none = frame(EVICTION_KL, [])
+    stages = {"label:occlusion": {"identity": {"config": {"model": {"dtype": "bfloat16"}}}}}
+    told = {
+        dtype: floor_facts("occlusion", rows, none, {}, dtype=dtype)[-1]
+        for dtype in (recorded_dtype(stages, "occlusion"), recorded_dtype({}, "occlusion"))
+    }
+    assert told == {
+        "bfloat16": ("windows decided by a margin below 0.5 (bfloat16)", "1 of 2"),
+        "float32": ("windows decided by a margin below 1e-4 (float32)", "0 of 2"),
+    }
