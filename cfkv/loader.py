@@ -20,8 +20,8 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 class RunTables:
     """The tables of a run directory; each attribute is a lazy frame over all its parts.
 
-    Attributes: `traces`, `windows`, `token_labels`, `signals`, `probed`, `correlations`, and `manifest` (the
-    content of run.json).
+    Attributes: `traces`, `windows`, `token_labels`, `signals`, `probed`, `head_agreement`, `gate_signals`,
+    `correlations`, and `manifest` (the content of run.json).
     """
 
     def __init__(self, path: Path) -> None:

@@ -121,7 +121,8 @@ def test_what_is_no_run_directory(kind: str, tmp_path: Path) -> None:
         cfkv.load(place)
     assert str(caught.value) == (
         f"{str(place)!r} is no run directory: it should be a folder that holds "
-        "traces/, windows/, eviction_kl/, token_labels/, signals/, probed/, correlations/"
+        "traces/, windows/, eviction_kl/, token_labels/, signals/, probed/, head_agreement/, gate_signals/, "
+        "correlations/"
     )
 
 
