@@ -119,13 +119,14 @@ def _probed(
     loaded: LoadedModel, row: Mapping[str, Any], signals: Sequence[Signal], execution: Execution
 ) -> tuple[SignalValues, dict[str, Any]]:
     """The values of one trace and its status; a failed trace has no values."""
+    span = (row["reasoning_start"], row["reasoning_stop"])
     try:
         found = probe(
             loaded,
             row["token_ids"],
             signals,
             chunk_size=execution.chunk_size,
-            reasoning=(row["reasoning_start"], row["reasoning_stop"]),
+            reasoning=span if None not in span else None,
         )
         return found, {"status": "ok"}
     except ItemError as error:
