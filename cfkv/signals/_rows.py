@@ -137,7 +137,7 @@ class RowPlans:
         mask = call.mask if isinstance(call.mask, Tensor) else None
         # A kernel without a mask of its own is causal, and applies the layer's window itself.
         name = id(mask) if mask is not None else ("causal", call.window)
-        key = (name, chunk, length, first_row)
+        key = (name, chunk, length, first_row, call.queries.device)
         if key not in self._plans:
             if mask is not None:
                 seen = mask[0, 0, :, :length]
