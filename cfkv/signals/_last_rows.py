@@ -90,5 +90,5 @@ def _prefill(
 ) -> None:
     for place in range(start, ids.shape[1], chunk_size):
         if last is not None:
-            last.plans = RowPlans()
+            last.plans.forget()
         compat.forward(loaded.model, ids[:, place : place + chunk_size], cache, logits_to_keep=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Elements of a block of rows: the temporary tensors are of this size, not of the chunk's.
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS = 2**19
 GROUP = 256
 
 

@@ -86,7 +86,7 @@ class _Pass:
         reasoning: tuple[int, int],
         query_block: int | None,
     ) -> None:
-        self.loaded, self.reasoning, self.query_block = loaded, reasoning, query_block
+        self.loaded, self.reasoning = loaded, reasoning
         self.ids = torch.tensor(list(token_ids), device=loaded.device)
         self.length = len(token_ids)
         self.signals = {signal.name: signal for signal in signals}
@@ -122,7 +122,7 @@ class _Pass:
     def advance(self, start: int, stop: int) -> None:
         """Forward the tokens start..stop-1 and fold what they show."""
         self.start, self.stop = start, stop
-        self.plans = RowPlans(self.query_block)
+        self.plans.forget()
         logits = compat.forward(
             self.loaded.model,
             self.ids[None, start:stop],

@@ -143,9 +143,9 @@ def test_nothing_stays_when_a_tap_cannot_be_set(llama: LoadedModel, monkeypatch:
             raise ArithmeticError("on purpose")
 
         monkeypatch.setattr(signals[-1], "update", broken)
+        signals += members(*(name for name in ("hidden", "kv", "attention") if name != group))
         with pytest.raises(ArithmeticError, match="on purpose"):
-            others = [name for name in ("hidden", "kv", "attention") if name != group]
-            probe(llama, [5, 6, 7], [*members(*others), *signals], chunk_size=2)
+            probe(llama, [5, 6, 7], signals, chunk_size=2)
         assert hooks() == before
         assert llama.model.config._attn_implementation == "sdpa"
         assert not {compat.OBSERVE} & {*AttentionInterface().keys(), *AttentionMaskInterface().keys()}
