@@ -144,9 +144,28 @@ class ProbeConfig(Config):
 
     groups: tuple[str, ...] = Field(
         ("hidden", "kv"),
-        description="Signal groups, probed in one pass and stored apart; `cfkv ls signals` lists them.",
+        description="Signal groups, probed in one pass and stored apart; `cfkv ls signals` lists them. "
+        "agreement: of heads, per input.",
     )
     per_head: bool = Field(False, description="Keep the KV heads beside their mean.")
+    agreement_input: Literal["prompt", "context", "trace"] = Field(
+        "prompt",
+        description="For the group agreement, the tokens measured: the prompt, all before the answer, or the trace.",
+    )
+    agreement_top: int = Field(32, ge=1, description="For agreement, tokens in a head's top set (k).")
+    agreement_queries: int = Field(32, ge=1, description="For agreement, last queries averaged (w).")
+    agreement_bins: int = Field(
+        3, ge=2, description="For agreement, bins of layers, the first held against the last."
+    )
+    agreement_stride: int = Field(1, ge=1, description="For agreement, measure every n-th layer.")
+    agreement_pairs: int | None = Field(
+        None, ge=1, description="For agreement, head pairs drawn per layer; default all."
+    )
+    agreement_seed: int = Field(0, ge=0, description="For agreement, seed of the drawn pairs.")
+    agreement_route: Literal["one_pass", "two_pass"] = Field(
+        "one_pass",
+        description="For agreement: observe the prefill, or forward its last queries again over the cut cache.",
+    )
 
     @field_validator("groups")
     @classmethod

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cfkv import store
@@ -17,11 +20,18 @@ from cfkv.schemas import SIGNALS, TABLES
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
+class TraceSignal(NamedTuple):
+    """One signal of one trace: `values` [tokens, layers] and the layers of its columns."""
+
+    values: np.ndarray
+    layers: tuple[int | None, ...]
+
+
 class RunTables:
     """The tables of a run directory; each attribute is a lazy frame over all its parts.
 
-    Attributes: `traces`, `windows`, `token_labels`, `signals`, `probed`, `correlations`, and `manifest` (the
-    content of run.json).
+    Attributes: `traces`, `windows`, `token_labels`, `signals`, `probed`, `head_agreement`, `gate_signals`,
+    `correlations`, and `manifest` (the content of run.json).
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,10 +79,7 @@ class RunTables:
         CfkvError
             If the run holds no such signal or layer; lists what it holds.
         """
-        groups = self.signal_groups()
-        group = next((group for group, names in groups.items() if name in names), None)
-        if group is None:
-            raise unknown_name("signal", name, [known for names in groups.values() for known in names])
+        group = self._group_of(name)
         frame = store.scan(self.path, SIGNALS, group).select("trace_id", "layer", "kv_head", pl.col(name))
         if layer is not None:
             frame = frame.filter(pl.col("layer") == layer)
@@ -84,6 +91,62 @@ class RunTables:
         counted = rows.with_columns(position=pl.int_ranges(pl.col(name).list.len(), dtype=pl.Int32))
         tidy = counted.explode("position", name).rename({name: "value"})
         return tidy.select("trace_id", "layer", "kv_head", "position", "value")
+
+    def signal_matrix(self, name: str, trace_id: str, *, kv_head: int = -1) -> TraceSignal:
+        """One signal of one trace as an array [tokens, layers], a view of what Parquet decoded.
+
+        Parameters
+        ----------
+        name : str
+            As in `signal_groups()`.
+        trace_id : str
+            As in `traces`.
+        kv_head : int
+            A KV head that was kept with --per-head; -1 is the mean over them.
+
+        Returns
+        -------
+        TraceSignal
+            `values` [tokens, layers] (float32, read-only), and the `layers` of its columns: ascending, -1 the
+            embedding output; `(None,)` for a signal without layers.
+
+        Raises
+        ------
+        CfkvError
+            If the run holds no such signal, trace or head.
+        """
+        group = self._group_of(name)
+        for path in store.part_paths(self.path, SIGNALS, group).values():
+            keys = store.read_part(path, SIGNALS, ["trace_id", "layer", "kv_head"])
+            own = pc.and_(pc.equal(keys["trace_id"], trace_id), pc.equal(keys["kv_head"], kv_head))
+            rows = np.flatnonzero(own.to_numpy())
+            if len(rows) == 0:
+                continue
+            chunks = store.read_part(path, SIGNALS, [name])[name].chunks
+            column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+            present = rows[column.is_valid().to_numpy(zero_copy_only=False)[rows]]
+            if len(present):
+                layers = keys["layer"].to_pylist()
+                return TraceSignal(_matrix(column, present), tuple(layers[row] for row in present))
+        raise CfkvError(
+            f"signal {name!r} has no values for trace {trace_id!r} and kv_head {kv_head}; "
+            "`probed` says what was probed, `signals` which heads were kept"
+        )
+
+    def _group_of(self, name: str) -> str:
+        """The group that holds a signal."""
+        groups = self.signal_groups()
+        for group, names in groups.items():
+            if name in names:
+                return group
+        raise unknown_name("signal", name, [known for names in groups.values() for known in names])
+
+
+def _matrix(column: pa.ListArray, rows: np.ndarray) -> np.ndarray:
+    """The lists of neighbouring rows as one array [tokens, rows]."""
+    start, stop = column.offsets[rows[0]].as_py(), column.offsets[rows[-1] + 1].as_py()
+    block = column.values.slice(start, stop - start).to_numpy(zero_copy_only=True)
+    return block.reshape(len(rows), -1).T
 
 
 def load(path_or_hub_id: str | Path) -> RunTables:

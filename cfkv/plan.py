@@ -13,6 +13,7 @@ from cfkv.labels._base import TraceLength, label_kinds
 from cfkv.models.loading import layer_sizes, load_tokenizer
 from cfkv.models.tokens import encode
 from cfkv.schemas import TRACES
+from cfkv.signals._agreement_stage import AGREEMENT
 from cfkv.signals._stage import groups
 from cfkv.stage import Run, joint_name
 from cfkv.traces.items import TraceItem, trace_items
@@ -50,7 +51,7 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             config = next(c for c in recipe.label if c.kind == name.partition(":")[2])
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
-            costs.append(_probe(recipe, lengths, execution, bound=not made))
+            costs += _probe(recipe, lengths, execution, bound=not made)
     return costs
 
 
@@ -111,15 +112,23 @@ def _label(config: LabelConfig, lengths: Sequence[TraceLength], execution: Execu
     return Cost(f"label:{config.kind}", items, forwards, tokens, int(items * WINDOW_BYTES), True)
 
 
-def _probe(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution, *, bound: bool) -> Cost:
-    """All groups share one pass."""
+def _probe(
+    recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution, *, bound: bool
+) -> list[Cost]:
+    """All groups of signals share one pass; head agreement has one of its own, over at most the trace."""
     layers, kv_heads = layer_sizes(recipe.model)
     tokens = sum(length.total for length in lengths)
     forwards = sum(-(-length.total // execution.chunk_size) for length in lengths)
-    known = groups()
-    values = 0
-    for signal in (signal for group in recipe.probe.groups for signal in known.get(group, ())):
-        heads = 1 + kv_heads if recipe.probe.per_head and signal.heads and kv_heads > 1 else 1
-        values += tokens * heads * (layers + signal.embedding if signal.layered else 1)
-    name = joint_name([f"probe:{group}" for group in recipe.probe.groups])
-    return Cost(name, len(lengths), forwards, tokens, int(values * VALUE_BYTES), bound)
+    known, costs = groups(), []
+    names = [group for group in recipe.probe.groups if group in known]
+    if names:
+        values = 0
+        for signal in (signal for group in names for signal in known[group]):
+            heads = 1 + kv_heads if recipe.probe.per_head and signal.heads and kv_heads > 1 else 1
+            values += tokens * heads * (layers + signal.embedding if signal.layered else 1)
+        name = joint_name([f"probe:{group}" for group in names])
+        costs.append(Cost(name, len(lengths), forwards, tokens, int(values * VALUE_BYTES), bound))
+    if AGREEMENT in recipe.probe.groups:
+        disk = int(len(lengths) * layers * WINDOW_BYTES)
+        costs.append(Cost(f"probe:{AGREEMENT}", len(lengths), forwards, tokens, disk, True))
+    return costs

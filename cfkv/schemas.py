@@ -165,6 +165,42 @@ PROBED = Table(
     partition="group",
 )
 
+HEAD_AGREEMENT = Table(
+    "head_agreement",
+    1,
+    _columns(
+        trace_id=STRING,
+        input=STRING,  # tokens measured: prompt, context (all before the answer), trace
+        layer=pa.int16(),
+        agreement=FLOAT,  # mean Jaccard index of the heads' top sets over pairs of heads
+        n_pairs=INT,
+    ),
+    key=("trace_id", "input", "layer"),
+)
+
+GATE_SIGNALS = Table(
+    "gate_signals",
+    1,
+    _columns(
+        trace_id=STRING,
+        input=STRING,
+        n_tokens=INT,
+        top=INT,  # size of a head's set
+        queries=INT,  # last rows whose attention is averaged
+        drop=FLOAT,  # agreement of early less late layers, bins of equal size
+        drop_strict=FLOAT,  # the late bin from floor((bins - 1) L / bins) on
+        entropy=FLOAT,  # of the mean row over log n_tokens, mean over layers and heads
+        top_mass=FLOAT,  # attention mass of the top set, mean over layers and heads
+        max_share=FLOAT,  # largest weight of the mean row, mean over layers and heads
+        key_norm_spread=FLOAT,  # standard deviation over mean of key norms, mean over layers and KV heads
+        entropy_drop=FLOAT,  # entropy of early less late layers, bins of equal size
+        floor=FLOAT,  # agreement of random sets, top / (2 n_tokens - top)
+        status=STRING,
+        reason=STRING,
+    ),
+    key=("trace_id", "input"),
+)
+
 CORRELATIONS = Table(
     "correlations",
     1,
@@ -192,7 +228,18 @@ CORRELATIONS = Table(
 )
 
 TABLES: Mapping[str, Table] = {
-    table.name: table for table in (TRACES, WINDOWS, EVICTION_KL, TOKEN_LABELS, SIGNALS, PROBED, CORRELATIONS)
+    table.name: table
+    for table in (
+        TRACES,
+        WINDOWS,
+        EVICTION_KL,
+        TOKEN_LABELS,
+        SIGNALS,
+        PROBED,
+        HEAD_AGREEMENT,
+        GATE_SIGNALS,
+        CORRELATIONS,
+    )
 }
 
 

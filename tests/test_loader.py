@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -92,6 +93,43 @@ def test_signal_without_a_layer_gives_all_layers(run: Path) -> None:
     assert loaded.signal("variance").rows() == []
 
 
+def test_a_trace_as_a_matrix(run: Path) -> None:
+    """[tokens, layers], columns ascending by layer, a read-only view of the decoded column."""
+    loaded = cfkv.load(run)
+    values, layers = loaded.signal_matrix("drift", "a/0")
+    assert layers == (-1, 0)
+    np.testing.assert_array_equal(values, np.array([[np.nan, 0], [1.5, 4], [2.5, 8]], np.float32))
+    assert values.dtype == np.float32
+    assert not values.flags.owndata
+    assert not values.flags.writeable
+    assert loaded.signal_matrix("norm", "a/0").layers == (0,)  # its row of the embedding is null
+    assert loaded.signal_matrix("norm", "b/0").values.tolist() == [[4.0], [5.0]]
+    for name, trace, head in (("norm", "c/0", -1), ("norm", "a/0", 3)):
+        with pytest.raises(CfkvError, match=f"no values for trace '{trace}' and kv_head {head}"):
+            loaded.signal_matrix(name, trace, kv_head=head)
+    with pytest.raises(CfkvError, match="unknown signal 'nrom'"):
+        loaded.signal_matrix("nrom", "a/0")
+
+
+def test_heads_and_signals_without_layers_as_matrices(tmp_path: Path) -> None:
+    """Rows of one head are neighbours; a signal that a head lacks is named."""
+    rows: list[dict[str, object]] = [
+        {"trace_id": "a", "layer": layer, "kv_head": head, "norm": [10.0 * head + layer, 0.5]}
+        for head in (-1, 0, 1)
+        for layer in (0, 1)
+    ]
+    for row in rows[:2]:
+        row["variance"] = [1.0, 2.0]
+    put(tmp_path, SIGNALS, "kv", 0, *rows)
+    put(tmp_path, SIGNALS, "hidden", 0, {"trace_id": "a", "layer": None, "kv_head": -1, "drift": [7.0, 8.0]})
+    loaded = cfkv.load(tmp_path)
+    assert loaded.signal_matrix("norm", "a", kv_head=1).values.tolist() == [[10.0, 11.0], [0.5, 0.5]]
+    with pytest.raises(CfkvError, match="no values for trace 'a' and kv_head 1"):
+        loaded.signal_matrix("variance", "a", kv_head=1)
+    assert loaded.signal_matrix("drift", "a").layers == (None,)
+    assert loaded.signal_matrix("drift", "a").values.tolist() == [[7.0], [8.0]]
+
+
 def test_signal_groups_are_listed(run: Path) -> None:
     assert cfkv.load(run).signal_groups() == {"hidden": ["drift"], "kv": ["norm", "variance"]}
 
@@ -121,7 +159,8 @@ def test_what_is_no_run_directory(kind: str, tmp_path: Path) -> None:
         cfkv.load(place)
     assert str(caught.value) == (
         f"{str(place)!r} is no run directory: it should be a folder that holds "
-        "traces/, windows/, eviction_kl/, token_labels/, signals/, probed/, correlations/"
+        "traces/, windows/, eviction_kl/, token_labels/, signals/, probed/, head_agreement/, gate_signals/, "
+        "correlations/"
     )
 
 

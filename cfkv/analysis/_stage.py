@@ -66,7 +66,8 @@ def run_correlate(run: Run, config: CorrelateConfig, execution: Execution, *, pa
     run.manifest.record_config("correlate", config)
 
     def process(index: int, advance: Callable[[int], None]) -> list[pa.Table]:
-        groups = [name.removeprefix("probe:") for name in upstream if name.startswith("probe:")]
+        groups = store.partition_values(run.path, SIGNALS)  # head agreement is of inputs, not of tokens
+        groups = [group for group in groups if f"probe:{group}" in upstream]
         kinds = [name.removeprefix("label:") for name in upstream if name.startswith("label:")]
         frame = correlate(
             store.collect(run.path, TRACES),

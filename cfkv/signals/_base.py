@@ -102,11 +102,15 @@ class Signal(ABC):
         """float32 [G or 1, N]: the value of each token so far, per KV head or one row."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Emitted:
-    """State of a causal signal: the values of the chunks so far, and what the next chunk needs."""
+    """State of a causal signal: room for the whole trace, filled so far to `seen`, and what the next chunk needs.
 
-    values: tuple[Tensor, ...] = ()
+    One allocation per trace: small ones among a forward's large ones would fragment the heap.
+    """
+
+    values: Tensor | None = None
+    seen: int = 0
     memory: Tensor | None = None
 
 
@@ -118,13 +122,19 @@ class CausalSignal(Signal):
         return Emitted()
 
     def update(self, state: Emitted, observation: Observation) -> Emitted:
-        """Append the chunk's values."""
-        values, memory = self.step(state.memory, observation)
-        return Emitted((*state.values, values.float()), memory)
+        """Write the chunk's values behind those before, in place."""
+        values, state.memory = self.step(state.memory, observation)
+        if state.values is None:
+            shape = (values.shape[0], observation.length)
+            state.values = torch.empty(shape, dtype=torch.float32, device=values.device)
+        stop = state.seen + values.shape[1]
+        state.values[:, state.seen : stop] = values
+        state.seen = stop
+        return state
 
     def read(self, state: Emitted) -> Tensor:
-        """All values."""
-        return torch.cat(state.values, dim=-1)
+        """The values so far."""
+        return found(state.values, "values")[:, : state.seen]
 
     @abstractmethod
     def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, Tensor | None]:

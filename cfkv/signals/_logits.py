@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 # Elements of a block of rows: the temporary tensors are of this size, not of the chunk's.
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS = 2**19
+GROUP = 256
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,36 @@ def logit_rows(logits: Tensor, following: Tensor) -> LogitRows:
 
 
 def _reduce(logits: Tensor, following: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    largest, place = logits.max(dim=-1, keepdim=True)
-    shifted = logits.sub_(largest)  # in place: the model's output is nobody else's
-    weights = shifted.exp()
-    total = weights.sum(dim=-1)
-    log_total = total.log()
-    chosen = shifted.gather(1, following[:, None])[:, 0]
-    # p = 0 where the logit is -inf: 0 * -inf is no contribution.
-    terms = torch.linalg.vecdot(weights, shifted.clamp(min=torch.finfo(shifted.dtype).min))
-    second = shifted.scatter_(1, place, -torch.inf).amax(dim=-1)
-    return log_total - chosen, log_total - terms / total, -second
+    first, second = two_largest(logits)
+    # In place: the model's output is nobody else's. Where the largest is 0, sums of p * logit do not cancel.
+    shifted = logits.sub_(first[:, None])
+    probabilities = shifted.softmax(dim=-1)
+    log_total = -probabilities.amax(dim=-1).log()  # the likeliest token has probability exp(0) / total
+    mean = torch.linalg.vecdot(probabilities, shifted)
+    if mean.isnan().any():  # a logit of -inf: 0 * -inf is no contribution
+        mean = torch.linalg.vecdot(probabilities, shifted.clamp(min=torch.finfo(shifted.dtype).min))
+    return log_total - shifted.gather(1, following[:, None])[:, 0], log_total - mean, first - second
+
+
+def two_largest(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the second largest of each row, [rows] each.
+
+    Maxima of groups first: a maximum is an order of magnitude faster than one with its place, or `topk`.
+    """
+    count = rows.shape[1] // GROUP
+    whole, rest = rows[:, : count * GROUP], rows[:, count * GROUP :]
+    if count == 0:
+        return _top_two(rest)
+    groups = whole.unflatten(1, (count, GROUP))
+    maxima = groups.amax(dim=-1)
+    best = maxima.argmax(dim=-1, keepdim=True)
+    inside = groups.gather(1, best[:, :, None].expand(-1, -1, GROUP))[:, 0]
+    others = maxima.scatter(1, best, -torch.inf)
+    return _top_two(torch.cat([inside, others, rest], dim=-1))
+
+
+def _top_two(rows: Tensor) -> tuple[Tensor, Tensor]:
+    if rows.shape[1] == 1:
+        return rows[:, 0], torch.full_like(rows[:, 0], -torch.inf)
+    largest = rows.topk(2, dim=-1).values
+    return largest[:, 0], largest[:, 1]

@@ -86,7 +86,7 @@ class _Pass:
         reasoning: tuple[int, int],
         query_block: int | None,
     ) -> None:
-        self.loaded, self.reasoning, self.query_block = loaded, reasoning, query_block
+        self.loaded, self.reasoning = loaded, reasoning
         self.ids = torch.tensor(list(token_ids), device=loaded.device)
         self.length = len(token_ids)
         self.signals = {signal.name: signal for signal in signals}
@@ -106,23 +106,23 @@ class _Pass:
         return [signal for signal in self.signals.values() if field in signal.observes]
 
     def taps(self) -> ExitStack:
-        """All taps that somebody reads, as one context manager."""
-        stack = ExitStack()
+        """All taps that somebody reads, as one context manager; none stays if one cannot be set."""
         model = self.loaded.model
-        if hidden := self._reading(HIDDEN):
-            stack.enter_context(tapping_hidden(model, self._hidden_tap(HIDDEN, hidden)))
-        for field, part in PARTS.items():
-            if readers := self._reading(field):
-                stack.enter_context(tapping_parts(model, part, self._hidden_tap(field, readers)))
-        if self.rows or self.cached:
-            rotary = bool(self._reading("raw_keys_GCD"))
-            stack.enter_context(observing_attention(model, self._attention_tap, rotary=rotary))
-        return stack
+        with ExitStack() as stack:
+            if hidden := self._reading(HIDDEN):
+                stack.enter_context(tapping_hidden(model, self._hidden_tap(HIDDEN, hidden)))
+            for field, part in PARTS.items():
+                if readers := self._reading(field):
+                    stack.enter_context(tapping_parts(model, part, self._hidden_tap(field, readers)))
+            if self.rows or self.cached:
+                rotary = bool(self._reading("raw_keys_GCD"))
+                stack.enter_context(observing_attention(model, self._attention_tap, rotary=rotary))
+            return stack.pop_all()
 
     def advance(self, start: int, stop: int) -> None:
         """Forward the tokens start..stop-1 and fold what they show."""
         self.start, self.stop = start, stop
-        self.plans = RowPlans(self.query_block)
+        self.plans.forget()
         logits = compat.forward(
             self.loaded.model,
             self.ids[None, start:stop],
@@ -130,7 +130,7 @@ class _Pass:
             logits_to_keep=0 if self.logits else 1,
         )
         if self.logits:
-            following = self.ids[start + 1 : stop + 1]
+            following = self.ids[start + 1 : stop + 1].to(logits.device)
             reduced = logit_rows(logits[0, : len(following)], following)
             self._fold(self.logits, None, {LOGITS: reduced})
         if self.classes is not None:

@@ -6,6 +6,7 @@ Axis letters: G KV heads, R query heads of one KV head, B query rows of the bloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,14 +28,18 @@ BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 class AttentionRows:
     """The rows start..start+B-1 of one layer's attention matrix, over the keys first_key..first_key+K-1.
 
+    Its tensors live until the next block of rows is computed: reduce them, keep none.
+
     shifted_GRBK : dot products less their row's maximum, HIDDEN_SCORE where hidden.
     visible_B : keys that each row sees.
+    room : memory for the probabilities, of the size of `shifted_GRBK`.
     """
 
     start: int
     first_key: int
     shifted_GRBK: Tensor
     visible_B: Tensor
+    room: Tensor
 
     @property
     def stop(self) -> int:
@@ -48,7 +53,7 @@ class AttentionRows:
 
     @cached_property
     def _normalised(self) -> tuple[Tensor, Tensor]:
-        weights = self.shifted_GRBK.exp()
+        weights = torch.exp(self.shifted_GRBK, out=self.room)
         total = weights.sum(dim=-1, keepdim=True)
         return weights.mul_(total.reciprocal()), total[..., 0]
 
@@ -123,13 +128,30 @@ class _Block:
 
 @dataclass
 class RowPlans:
-    """How the rows of a chunk are cut into blocks, worked out once per mask and used for all layers with it.
+    """How the rows of a chunk are cut into blocks, and the memory that all blocks share.
 
-    Forget it with the chunk: masks are told apart by identity.
+    The blocks are worked out once per mask and used for all layers with it. Masks are told apart by identity, so
+    `forget` must be called between chunks.
     """
 
     query_block: int | None = None
     _plans: dict[tuple[object, ...], tuple[object, list[_Block]]] = field(default_factory=dict)
+    _rooms: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Drop what was worked out for the masks of a chunk."""
+        self._plans.clear()
+
+    def rooms(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Two uninitialised float32 tensors of `shape`; the same memory each time.
+
+        Blocks differ in size: allocating each would leave holes among the cache's tensors, which grow meanwhile.
+        """
+        size = math.prod(shape)
+        if device not in self._rooms or self._rooms[device].shape[1] < size:
+            self._rooms[device] = torch.empty(2, size, dtype=torch.float32, device=device)
+        first, second = self._rooms[device][:, :size]
+        return first.view(shape), second.view(shape)
 
     def blocks(self, call: AttentionCall, first_row: int) -> list[_Block]:
         """The blocks of one call's rows from `first_row` (within the chunk) on."""
@@ -137,7 +159,7 @@ class RowPlans:
         mask = call.mask if isinstance(call.mask, Tensor) else None
         # A kernel without a mask of its own is causal, and applies the layer's window itself.
         name = id(mask) if mask is not None else ("causal", call.window)
-        key = (name, chunk, length, first_row)
+        key = (name, chunk, length, first_row, call.queries.device)
         if key not in self._plans:
             if mask is not None:
                 seen = mask[0, 0, :, :length]
@@ -200,9 +222,10 @@ def attention_rows(call: AttentionCall, plans: RowPlans, first_row: int = 0) -> 
     keys = call.keys[0].float().transpose(1, 2)
     for block in plans.blocks(call, first_row):
         own = queries[:, :, block.rows].flatten(1, 2)
-        scores = torch.bmm(own, keys[:, :, block.first : block.stop])
-        scores = scores.view(kv_heads, queries.shape[1], -1, block.stop - block.first)
+        shape = (kv_heads, queries.shape[1], own.shape[1] // queries.shape[1], block.stop - block.first)
+        scores, room = plans.rooms(shape, own.device)
+        torch.bmm(own, keys[:, :, block.first : block.stop], out=scores.flatten(1, 2))
         for start, stop, hidden in block.fringes:
             scores[..., start:stop].masked_fill_(hidden, HIDDEN_SCORE)
         scores.sub_(scores.amax(dim=-1, keepdim=True))
-        yield AttentionRows(length - chunk + block.rows.start, block.first, scores, block.visible)
+        yield AttentionRows(length - chunk + block.rows.start, block.first, scores, block.visible, room)

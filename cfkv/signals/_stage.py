@@ -14,6 +14,7 @@ from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
 from cfkv.models.selfcheck import number_ranges
 from cfkv.schemas import PROBED, SIGNALS
+from cfkv.signals._agreement_stage import AGREEMENT, run_agreement
 from cfkv.signals._base import TO_END, Signal, signal_kinds
 from cfkv.signals._probe import ROWS, SignalValues, needs_cache, probe
 from cfkv.stage import Job, Output, Rows, Run, Stage, StageResult
@@ -35,11 +36,12 @@ def groups() -> dict[str, list[type[Signal]]]:
 def check_groups(config: ProbeConfig) -> dict[str, list[type[Signal]]]:
     """All groups, after checking those that `config` names."""
     known = groups()
+    legal = [*known, AGREEMENT]
     if not config.groups:
-        raise CfkvError(f"no signal group given; legal: {', '.join(sorted(known))}")
+        raise CfkvError(f"no signal group given; legal: {', '.join(sorted(legal))}")
     for group in config.groups:
-        if group not in known:
-            raise unknown_name("signal group", group, known)
+        if group not in legal:
+            raise unknown_name("signal group", group, legal)
     return known
 
 
@@ -59,10 +61,11 @@ def run_probe(
     traces = run.require("trace")
     loaded = load()
     check_same_model(traces, loaded)
-    members = {group: [signal() for signal in known[group]] for group in config.groups}
+    members = {group: [signal() for signal in known[group]] for group in config.groups if group != AGREEMENT}
     everything = [signal for group in members.values() for signal in group]
-    caching = needs_cache(everything)
-    if any(ROWS in signal.observes for signal in everything):
+    agreeing = AGREEMENT in config.groups
+    caching = agreeing or needs_cache(everything)
+    if agreeing or any(ROWS in signal.observes for signal in everything):
         refuse_attention(loaded)
     stages = {group: _stage(group, own, config, loaded, traces) for group, own in members.items()}
     extra = describe(loaded, caching=caching)
@@ -96,9 +99,13 @@ def run_probe(
                 status[group].append({**entry, **outcome})
         return [[values[group], status[group]] for group in groups]
 
-    results = run.execute_jointly(
-        jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index)
+    results = (
+        run.execute_jointly(jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index))
+        if jobs
+        else []
     )
+    if agreeing:
+        results.append(run_agreement(run, config, execution, crew, loaded, extra))
     run.manifest.record_config("probe", config)
     result = StageResult("probe")
     for part in results:
@@ -112,13 +119,14 @@ def _probed(
     loaded: LoadedModel, row: Mapping[str, Any], signals: Sequence[Signal], execution: Execution
 ) -> tuple[SignalValues, dict[str, Any]]:
     """The values of one trace and its status; a failed trace has no values."""
+    span = (row["reasoning_start"], row["reasoning_stop"])
     try:
         found = probe(
             loaded,
             row["token_ids"],
             signals,
             chunk_size=execution.chunk_size,
-            reasoning=(row["reasoning_start"], row["reasoning_stop"]),
+            reasoning=span if None not in span else None,
         )
         return found, {"status": "ok"}
     except ItemError as error:

@@ -25,6 +25,7 @@ RECIPE = {
         {"kind": "occlusion", "window": 8, "stride": 4, "max_new_tokens": 16},
         {"kind": "eviction_kl", "every": 60, "block": 4},
     ],
+    "probe": {"groups": ["hidden", "kv", "agreement"]},
     "correlate": {"draws": 100, "smoothings": ["raw", "rolling_z"]},
 }
 
@@ -54,6 +55,7 @@ def test_every_table_and_picture_is_there(reference: Path) -> None:
         assert sorted(found["token_labels"].filter(kind=kind)["trace_id"]) == sorted(correct)
     # Per trace: hidden for the embedding and 4 blocks, kv for 4 blocks.
     assert len(found["signals"]) == 7 * (5 + 4)
+    assert (len(found["gate_signals"]), len(found["head_agreement"])) == (7, 7 * 4)
     # Per label kind: 3 hidden signals on 5 layers, 2 hidden and 11 kv signals on 4, each with 2 smoothings and
     # 5 measures; position x 5.
     assert len(found["correlations"]) == 2 * ((3 * 5 + (2 + 11) * 4) * 2 * 5 + 5)

@@ -82,6 +82,37 @@ def lagkv(keys: Array, values: Array) -> Array:
     return result
 
 
+def redundancy(keys: Array) -> Array:
+    """R-KV's, row by row: the newest key above 0.5 is exempt from a row."""
+    result = []
+    for head in unit(keys):
+        cosines = head @ head.T
+        np.fill_diagonal(cosines, 0)
+        for row in cosines:
+            above = np.flatnonzero(row > 0.5)
+            if len(above):
+                row[above[-1]] = 0
+        result.append(cosines.mean(axis=0))
+    return np.array(result)
+
+
+def max_cosine(keys: Array) -> Array:
+    return np.array(
+        [[NAN, *((head[:t] @ head[t]).max() for t in range(1, len(head)))] for head in unit(keys)]
+    )
+
+
+def leverage(layer: Layer) -> Array:
+    """One key at a time, with the inverse written out."""
+    anchors = layer.by_kv_head(layer.queries[:, -32:].mean(axis=1))
+    result = []
+    for keys, values, anchor in zip(layer.keys, layer.values, anchors, strict=True):
+        weights = np.exp(np.minimum(5 * keys @ anchor / np.sqrt(keys.shape[-1]), 30))
+        inverse = np.linalg.inv(np.eye(keys.shape[-1]) + (values.T * weights) @ values)
+        result.append([w * v @ inverse @ v for w, v in zip(weights, values, strict=True)])
+    return np.array(result)
+
+
 HIDDEN: dict[str, Callable[[Array], Array]] = {
     "hidden_diff": change,
     "hidden_norm": lambda rows: norm(rows)[None],
@@ -101,6 +132,9 @@ LAYER: dict[str, Callable[[Layer], Array]] = {
     "lag_key": lambda layer: lag(layer.keys),
     "lag_value": lambda layer: lag(layer.values),
     "lagkv": lambda layer: lagkv(layer.keys, layer.values),
+    "key_redundancy": lambda layer: redundancy(layer.keys),
+    "key_max_cosine": lambda layer: max_cosine(layer.keys),
+    "capkv_leverage": leverage,
     "key_variance_prerotary": lambda layer: variance(layer.raw_keys),
     "cross_head_key_variance_prerotary": lambda layer: cross_head(layer.raw_keys),
     "key_centroid_distance_prerotary": lambda layer: centroid(layer.raw_keys),

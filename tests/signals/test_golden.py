@@ -102,3 +102,13 @@ class TestParity:
         parts = found[:, scored].unflatten(1, (-1, 32))
         ranks = parts.argsort(dim=-1).argsort(dim=-1) / 32
         check(ranks.flatten(1), "lagkv_sink4_lag32", layer, slice(4, 4 + 6 * 32))
+
+    def test_rkv_redundancy(self, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After its softmax, with the authors' exemption of column 0."""
+        signal = signal_kinds.get("key_redundancy")
+        clean = read(signal(), layer)
+        monkeypatch.setattr(signal, "artefact", True)
+        found = read(signal(), layer)
+        check(found.softmax(dim=-1), "rkv_redundancy", layer)
+        assert (found[:, 1:] - clean[:, 1:]).abs().max() < 1e-6  # the artefact touches the first key alone
+        assert (found[:, 0] - clean[:, 0]).abs().max() > 1e-5

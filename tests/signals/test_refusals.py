@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from cfkv.config import ProbeConfig
 from cfkv.errors import CfkvError
@@ -122,3 +122,30 @@ def test_commas_and_repeats_in_groups() -> None:
     assert ProbeConfig(groups=("hidden,kv", " logits ", "kv")).groups == ("hidden", "kv", "logits")
     assert set(groups()) >= {"hidden", "kv", "kv_prerotary", "logits", "position", "attention"}
     assert all(signal_kinds.get(name).group in groups() for name in signal_kinds.names())
+
+
+def test_nothing_stays_when_a_tap_cannot_be_set(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hidden taps were set already; a signal that fails in the middle of a pass leaves nothing either."""
+
+    def hooks() -> int:
+        return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in llama.model.modules())
+
+    before = hooks()
+    with monkeypatch.context() as patch:
+        patch.setitem(compat._PARTS, "mlp", ("no_such_name",))
+        with pytest.raises(CfkvError, match=r"layer 0 \(LlamaDecoderLayer\) has no mlp module"):
+            probe(llama, [5, 6, 7], members("hidden", "attention"), chunk_size=2)
+    assert hooks() == before
+    for group in ("hidden", "kv", "attention", "logits"):
+        signals = members(group)
+
+        def broken(state: Any, observation: Any) -> Any:
+            raise ArithmeticError("on purpose")
+
+        monkeypatch.setattr(signals[-1], "update", broken)
+        signals += members(*(name for name in ("hidden", "kv", "attention") if name != group))
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            probe(llama, [5, 6, 7], signals, chunk_size=2)
+        assert hooks() == before
+        assert llama.model.config._attn_implementation == "sdpa"
+        assert not {compat.OBSERVE} & {*AttentionInterface().keys(), *AttentionMaskInterface().keys()}
