@@ -21,7 +21,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds (the best of the repeats) and peak bytes (None where the system does not say) of one task."""
+    """Seconds (the best of the repeats) and peak bytes (None where the system does not say) of one task.
+
+    On a CPU the C library keeps freed memory, in holes that differ from run to run: MALLOC_MMAP_THRESHOLD_=65536 in
+    the environment of a process of its own shows what is live.
+    """
 
     name: str
     seconds: float
