@@ -218,6 +218,7 @@ class BenchConfig(Config):
     prefix: int = Field(512, ge=16, description="For oracle, cached tokens.")
     candidates: int = Field(64, ge=2, description="For oracle, single removals.")
     horizon: int = Field(8, ge=1, description="For oracle, tokens that are replayed.")
+    tokens: int = Field(2048, ge=64, description="For probe, tokens of the input.")
     chunk_size: int = Field(512, ge=1, description="Most tokens per forward.")
 
 

@@ -60,6 +60,17 @@ def test_labels_runs(tmp_path: Path) -> None:
         assert rows[f"{case}: traces"] == 1
 
 
+def test_probe_runs(tmp_path: Path) -> None:
+    """Streaming takes linear memory, holding everything quadratic: the reach differs by orders of magnitude."""
+    file = tmp_path / "p.json"
+    assert _guarded(["bench", "probe", *SMALL, "--tokens", "128", "--json", str(file)]) == 0
+    rows = {row["metric"]: row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert rows["context, streamed / held"] > 16
+    slopes = [value for metric, value in rows.items() if "memory per token" in metric]
+    assert len(slopes) == 3
+    assert max(slopes) < 1.5 * min(slopes)
+
+
 def test_unknown_bench(capsys: pytest.CaptureFixture[str]) -> None:
     """The legal names are given."""
     assert _guarded(["bench", "orcale"]) == 2
