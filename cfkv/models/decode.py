@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cfkv.models import compat
 from cfkv.models.loading import LoadedModel
+from cfkv.models.selfcheck import limits
 
 # Says why a sequence ends after its newest token ("stop", "boxed"), or None to go on.
 StopRule = Callable[[list[int]], str | None]
@@ -142,13 +143,15 @@ def teacher_forced_logprobs(
 ) -> list[float]:
     """Log-probability in nats of each token of `token_ids[start:]` given the tokens before it (start >= 1).
 
-    Logits exist for one chunk at a time.
+    Logits exist for one chunk at a time; a model with layers that keep a state gets all tokens in one.
     """
     ids = torch.tensor([list(token_ids)], device=loaded.device)
-    cache = compat.new_cache()
+    stateful = bool(limits(loaded))
+    cache = compat.own_cache(loaded.model) if stateful else compat.new_cache()
+    step = len(token_ids) if stateful else chunk_size
     found: list[float] = []
-    for first in range(0, len(token_ids) - 1, chunk_size):
-        stop = min(first + chunk_size, len(token_ids) - 1)
+    for first in range(0, len(token_ids) - 1, step):
+        stop = min(first + step, len(token_ids) - 1)
         keep = max(0, stop - max(first, start - 1))
         logits = compat.forward(loaded.model, ids[:, first:stop], cache, logits_to_keep=max(1, keep))
         if keep:

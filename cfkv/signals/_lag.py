@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cfkv.signals._sums import variance
+
 EPSILON = 1e-9
 
 
 def lag_spread(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Standard deviation (unbiased) over the channels of `rows` [..., D], scaled by the range low..high."""
-    return ((rows - low) / (high - low + EPSILON)).std(dim=-1)
+    return variance((rows - low) / (high - low + EPSILON)).sqrt()
 
 
 def causal_lag(memory: Tensor | None, rows: Tensor, start: int, lag: int) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def causal_lag(memory: Tensor | None, rows: Tensor, start: int, lag: int) -> tup
         count = min(lag - here % lag, rows.shape[1] - place)
         piece = rows[:, place : place + count]
         low, high = memory[0][:, None], memory[1][:, None]
-        values.append(piece.std(dim=-1) if here < lag else lag_spread(piece, low, high))
+        values.append(variance(piece).sqrt() if here < lag else lag_spread(piece, low, high))
         low, high = memory[2].minimum(piece.amin(dim=1)), memory[3].maximum(piece.amax(dim=1))
         if (here + count) % lag == 0:
             empty = torch.full_like(low, torch.inf)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cfkv.signals._base import CausalSignal, Observation, signal_kinds
+from cfkv.signals._sums import variance
 
 
 @signal_kinds.register
@@ -21,4 +22,4 @@ class KeyVariance(CausalSignal):
 
     def step(self, memory: Tensor | None, observation: Observation) -> tuple[Tensor, None]:
         """No memory is needed."""
-        return self.seen(observation).var(dim=-1, correction=1), None
+        return variance(self.seen(observation)), None

@@ -49,7 +49,7 @@ def run_trace(
     execution: Execution,
     crew: Workers,
     load: Callable[[], LoadedModel],
-    describe: Callable[[LoadedModel], dict[str, Any]],
+    describe: Callable[..., dict[str, Any]],
 ) -> StageResult:
     """Make the traces of `recipe.trace` that this process owns and that are not there yet.
 
@@ -67,7 +67,9 @@ def run_trace(
         n_items=len(items),
         version=STAGE_VERSION,
     )
-    mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
+    # An import only scores its tokens in one forward, which a model without keys and values can do as well.
+    extra = describe(loaded, caching=config.mode != "import")
+    mark = run.open_stage(stage, overwrite=execution.overwrite, extra=extra)
     run.manifest.record_config("model", absolute(recipe.model, "model"))
     run.manifest.record_config("trace", absolute(config, "path"))
     writer = TraceWriter(loaded, config, execution, matcher(config.answer_match))

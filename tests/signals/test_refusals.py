@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from cfkv.config import ProbeConfig
 from cfkv.errors import CfkvError
 from cfkv.models import compat
+from cfkv.models.decode import teacher_forced_logprobs
 from cfkv.models.loading import LoadedModel
 from cfkv.models.selfcheck import description
 from cfkv.signals._base import Signal, signal_kinds
@@ -149,3 +150,13 @@ def test_nothing_stays_when_a_tap_cannot_be_set(llama: LoadedModel, monkeypatch:
         assert hooks() == before
         assert llama.model.config._attn_implementation == "sdpa"
         assert not {compat.OBSERVE} & {*AttentionInterface().keys(), *AttentionMaskInterface().keys()}
+
+
+def test_imported_traces_of_such_a_model_are_scored(lfm2: LoadedModel) -> None:
+    """Log-probabilities of one plain forward; a chunk size would cut the convolutions' state, and is not used."""
+    ids = torch.randint(9, 90, (30,), generator=torch.Generator().manual_seed(2)).tolist()
+    found = teacher_forced_logprobs(lfm2, ids, 12, chunk_size=7)
+    with torch.no_grad():
+        logits = lfm2.model(torch.tensor([ids])).logits[0, 11:-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(ids[12:])[:, None])[:, 0]
+    assert np.allclose(found, expected.numpy(), atol=1e-5)
