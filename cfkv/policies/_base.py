@@ -54,6 +54,7 @@ VIEW_COLUMNS: Mapping[str, str] = {
     "slots that are valid now, 0 where a key is invalid or later than the query",
     "queries": "[L, H, W, D], the same queries after the rotary embedding",
     "label": "[1, 1, S], importance of each token from a label table; NaN where it is untested",
+    "shuffled_label": "[1, 1, S], the same with the tested labels dealt out anew among the tested tokens",
 }
 # What a policy may declare in `observes`. Names that are signals' names are those signals' values.
 SEEN_COLUMNS: Mapping[str, str] = {
@@ -61,6 +62,7 @@ SEEN_COLUMNS: Mapping[str, str] = {
     "hidden_diff": "[L, C], ||h(t) - h(t-1)|| of each block's output; 0 for the first token",
     "key_variance": "[L, G or 1, C], unbiased variance of the key over the head dimension",
     "value_variance": "[L, G or 1, C], the same of the value",
+    "key_norm": "[L, G or 1, C], L2 norm of the key",
     "keys": "[L, G, C, D], after the rotary embedding",
     "values": "[L, G, C, D]",
 }
@@ -241,6 +243,8 @@ class Policy(ABC):
     frozen : whether a token's score never changes after its birth, so that stored signals are enough to judge it.
     nested : whether a larger budget keeps everything that a smaller one keeps (false for some allocations).
     ragged : whether layers or KV heads may keep different numbers, so that eviction is simulated by masks.
+    fills : whether an eviction leaves exactly the budget (false for rules that drop more at once).
+    compact : whether the method rotates its kept keys to the positions 0, 1, ... of the cache.
     source : paper and section. equation : the score in one line. deviations : from the source, "" if none.
 
     `window` (query rows that the view's attention holds), `schedule` and `protection` may depend on parameters.
@@ -254,6 +258,8 @@ class Policy(ABC):
     frozen: ClassVar[bool] = False
     nested: ClassVar[bool] = True
     ragged: ClassVar[bool] = False
+    fills: ClassVar[bool] = True
+    compact: ClassVar[bool] = False
     source: ClassVar[str]
     equation: ClassVar[str]
     deviations: ClassVar[str] = ""

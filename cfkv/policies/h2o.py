@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from cfkv.policies._base import (
+    MaskScope,
     Policy,
     Protection,
     Seen,
@@ -27,7 +28,7 @@ class H2o(Policy):
     """Keep the recent half of the budget and the tokens with the most accumulated attention, per KV head."""
 
     observes: ClassVar[tuple[str, ...]] = ("attention",)
-    mask_scope: ClassVar = "kv_head"
+    mask_scope: ClassVar[MaskScope] = "kv_head"
     state: ClassVar[Mapping[str, float]] = {"mass": 0.0}
     source: ClassVar[str] = "H2O (arXiv:2306.14048), its LLaMA code"
     equation: ClassVar[str] = "s(j) = sum over queries i >= j and the group's query heads of a(i, j)"
