@@ -18,11 +18,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import torch
-from pydantic import ConfigDict, ValidationError
-from pydantic.dataclasses import dataclass as parameters
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from cfkv.errors import CfkvError, unknown_name
@@ -40,9 +40,9 @@ __all__ = [
     "make_policy",
     "parameters",
     "policy_kinds",
-    "settings",
 ]
 
+T = TypeVar("T")
 MaskScope = Literal["global", "layer", "kv_head"]
 
 # What a policy may declare in `needs`, and how the view holds it.
@@ -223,12 +223,13 @@ class Schedule:
         return texts.get(self.kind, self.kind)
 
 
-# Decorator of every policy: its fields are validated parameters, and nothing is ever changed in place.
-settings: Mapping[str, Any] = {
-    "frozen": True,
-    "kw_only": True,
-    "config": ConfigDict(extra="forbid", allow_inf_nan=False),
-}
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def parameters(kind: type[T]) -> type[T]:
+    """Class decorator of every policy: its fields are parameters, named, validated and never changed."""
+    made: Any = pydantic_dataclass(
+        frozen=True, kw_only=True, config=ConfigDict(extra="forbid", allow_inf_nan=False)
+    )
+    return made(kind)
 
 
 class Policy(ABC):

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Schedule, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Schedule, View, parameters, policy_kinds
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Full(Policy):
     """Keep every token: the ceiling of every comparison."""
 

@@ -17,13 +17,12 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 from cfkv.policies._heads import by_kv_head
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class H2o(Policy):
     """Keep the recent half of the budget and the tokens with the most accumulated attention, per KV head."""
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Protection, Seen, State, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Protection, Seen, State, View, parameters, policy_kinds
 from cfkv.policies._common import study_window
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class H2oGlobal(Policy):
     """Keep 4 sinks, a recent window and the tokens with the most accumulated mean attention, one mask."""
 

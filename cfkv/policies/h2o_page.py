@@ -16,13 +16,12 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 from cfkv.policies._common import PAGE
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class H2oPage(Policy):
     """Keep 4 sinks, the last 32 prompt tokens and those with the most attention from the prompt; acts once."""
 

@@ -16,14 +16,13 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 from cfkv.policies._common import Count, study_window
 from cfkv.policies._keys import mean_vector
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Keydiff(Policy):
     """Keep keys that point away from the mean of the unit keys, per KV head, in blocks of 128 tokens."""
 

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._base import parameters, policy_kinds, settings
+from cfkv.policies._base import parameters, policy_kinds
 from cfkv.policies.keydiff import Keydiff
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class KeydiffRaw(Keydiff):
     """Keep keys that point away from the centroid of the keys, per KV head, in blocks of 128 tokens."""
 

@@ -17,12 +17,11 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Knorm(Policy):
     """Keep keys of small norm, per KV head."""
 

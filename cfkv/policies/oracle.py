@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Oracle(Policy):
     """Keep the prompt and the tokens with the largest label."""
 

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
 from cfkv.policies._draws import uniform
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Random(Policy):
     """Keep the prompt and tokens drawn at random; a token's draw never changes."""
 

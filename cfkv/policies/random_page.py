@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cfkv.policies._base import Protection, Schedule, parameters, policy_kinds, settings
+from cfkv.policies._base import Protection, Schedule, parameters, policy_kinds
 from cfkv.policies._common import PAGE
 from cfkv.policies.random import Random
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class RandomPage(Random):
     """Keep 4 sinks, the last 32 prompt tokens and prompt tokens drawn at random; acts once."""
 

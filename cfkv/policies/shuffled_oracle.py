@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._base import View, parameters, policy_kinds, settings
+from cfkv.policies._base import View, parameters, policy_kinds
 from cfkv.policies.oracle import Oracle
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class ShuffledOracle(Oracle):
     """Keep the prompt and the tokens with the largest label after the trace's labels were dealt out anew."""
 

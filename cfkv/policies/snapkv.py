@@ -14,13 +14,12 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 from cfkv.policies._common import Count, Kernel, pooled_before, window_attention
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Snapkv(Policy):
     """Keep the last prompt tokens and those that they attend to, pooled over neighbours, per KV head; acts once."""
 

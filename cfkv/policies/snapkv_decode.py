@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from cfkv.policies._base import Schedule, parameters, policy_kinds, settings
+from cfkv.policies._base import Schedule, parameters, policy_kinds
 from cfkv.policies._common import Count, Kernel
 from cfkv.policies.snapkv import Snapkv
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class SnapkvDecode(Snapkv):
     """SnapKV with the last 8 queries and max pooling, every 128 generated tokens."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cfkv.policies._base import MaskScope, parameters, policy_kinds, settings
+from cfkv.policies._base import MaskScope, parameters, policy_kinds
 from cfkv.policies.snapkv_page import SnapkvPage
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class SnapkvHead(SnapkvPage):
     """PAGE's SnapKV with a mask of its own for each KV head, equal counts."""
 

@@ -13,13 +13,12 @@ from cfkv.policies._base import (
     View,
     parameters,
     policy_kinds,
-    settings,
 )
 from cfkv.policies._common import PAGE, window_attention
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class SnapkvPage(Policy):
     """Keep 4 sinks, the last 32 prompt tokens and those that they attend to most, one mask; acts once."""
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class StreamingLlm(Policy):
     """Keep the first tokens and the newest ones, at their own positions."""
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfkv.policies._base import Policy, Protection, Schedule, View, parameters, policy_kinds, settings
+from cfkv.policies._base import Policy, Protection, Schedule, View, parameters, policy_kinds
 from cfkv.policies._common import PAGE
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class StreamingLlm36(Policy):
     """Keep the first 4 and the last 32 prompt tokens, whatever the budget, and all that is generated."""
 

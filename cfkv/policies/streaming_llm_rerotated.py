@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cfkv.policies._base import parameters, policy_kinds, settings
+from cfkv.policies._base import parameters, policy_kinds
 from cfkv.policies.streaming_llm import StreamingLlm
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class StreamingLlmRerotated(StreamingLlm):
     """Keep the first tokens and the newest ones, moved together to positions 0, 1, ... of the cache."""
 

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._base import MaskScope, Policy, View, parameters, policy_kinds, settings
+from cfkv.policies._base import MaskScope, Policy, View, parameters, policy_kinds
 from cfkv.policies._common import window_attention
 
 
 @policy_kinds.register
-@parameters(**settings)
+@parameters
 class Tova(Policy):
     """Evict the token that the last query attends to least, per layer; nothing is protected."""
 
