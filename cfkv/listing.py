@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cfkv.validate._check import Check
     from cfkv.validate.run import Validation
 
-FAMILIES = ("signals", "labels", "problems", "models", "benches")
+FAMILIES = ("signals", "labels", "policies", "problems", "models", "benches")
 
 
 def first_line(text: str | None) -> str:
