@@ -177,9 +177,9 @@ def validate(directory: Annotated[Path, Parameter(help="Run directory to check."
 
 @app.command(name="ls")
 def list_members(
-    family: Annotated[str, Parameter(help="signals, labels, problems, models or benches.")], /
+    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")], /
 ) -> int:
-    """List what can be named: signals, labels, problems, models or benches."""
+    """List what can be named: signals, labels, policies, problems, models or benches."""
     from cfkv.listing import print_family
 
     print_family(family)

@@ -59,6 +59,13 @@ def family_table(family: str) -> Table:
         table = Table("bench", "model", "what it measures")
         for each in benches.members():
             table.add_row(each.name, each.model, first_line(each.__doc__))
+    elif family == "policies":
+        from cfkv.policies._base import policy_kinds
+
+        table = Table("policy", "evicts by", "source", "what it keeps")
+        for policy in policy_kinds.members():
+            text = first_line(policy.__doc__)
+            table.add_row(policy.name, policy.mask_scope, policy.source, text)
     elif family == "models":
         from cfkv.models.sources import NAMED
 

@@ -19,7 +19,10 @@ from cfkv.policies._budget import Budget, keep_mask, select
 NAMES = policy_kinds.names()
 LENGTH, PROMPT = 150, 40
 # Parameters that make published block lengths fit several times into a short sequence.
-SMALL: dict[str, dict[str, Any]] = {}
+SMALL: dict[str, dict[str, Any]] = {
+    "lagkv": {"sinks": 4, "lag": 16},
+    "lagkv_rank": {"sinks": 4, "lag": 16},
+}
 
 
 def make(name: str) -> Policy:

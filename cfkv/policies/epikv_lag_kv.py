@@ -1,0 +1,28 @@
+"""EpiKV's causal Lag-KV (methods 3.4); not LagKV, whose reference is the chunk that follows."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cfkv.policies._base import View, parameters, policy_kinds
+from cfkv.policies._born import EPIKV
+from cfkv.policies._lag_chunks import LagChunkPolicy
+
+
+@policy_kinds.register
+@parameters
+class EpikvLagKv(LagChunkPolicy):
+    """Keep generated tokens whose keys and values vary most on the scale of the 128 cached tokens before; one mask."""
+
+    needs: ClassVar[tuple[str, ...]] = ("keys", "values")
+    source: ClassVar[str] = f"{EPIKV}, Lag-KV"
+    equation: ClassVar[str] = (
+        "s(j) = mean over KV heads of std_d of the layer-mean key plus that of the value, each on the previous "
+        "chunk's range"
+    )
+
+    def vectors(self, view: View) -> list[Tensor]:
+        """What is spread."""
+        return [view["keys"], view["values"]]
