@@ -34,15 +34,15 @@ class AdaptivePolicy(Policy):
     ragged: ClassVar[bool] = True
 
     base: str = "snapkv"
-    options: dict[str, Any] = Field(default_factory=lambda: {"kernel": 7, "pooling": "max"})
+    options: dict[str, Any] | None = Field(
+        None, description="Parameters of the base; default: its own, but kernel 7 and max pooling for snapkv."
+    )
     alpha: Share = 0.2
     normalise: Literal["none", "mass", "mean"] = "none"
 
     def __post_init__(self) -> None:
-        # The default options are those of snapkv.
-        base = make_policy(
-            self.base, self.options if self.base == "snapkv" or "kernel" not in self.options else {}
-        )
+        pooled = {"kernel": 7, "pooling": "max"} if self.base == "snapkv" else {}
+        base = make_policy(self.base, pooled if self.options is None else self.options)
         if base.mask_scope != "kv_head" or base.ragged:
             raise CfkvError(
                 f"policy {self.name}: base {self.base!r} has no score per KV head to share a budget by; take one with "

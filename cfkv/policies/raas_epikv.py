@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ class RaasEpikv(Policy):
 
     observes: ClassVar[tuple[str, ...]] = ("attention",)
     mask_scope: ClassVar[MaskScope] = "global"
-    state: ClassVar[dict[str, float]] = {"stamp": -1.0}
+    state: ClassVar[Mapping[str, float]] = {"stamp": -1.0}
     source: ClassVar[str] = "EpiKV (arXiv:2606.26472), its RaaS baseline"
     equation: ClassVar[str] = (
         "s(j) = last generated t at which j has the median attention of generated tokens or more, mean over heads"

@@ -22,6 +22,14 @@ LENGTH, PROMPT = 150, 40
 SMALL: dict[str, dict[str, Any]] = {
     "lagkv": {"sinks": 4, "lag": 16},
     "lagkv_rank": {"sinks": 4, "lag": 16},
+    "epikv_lag_key": {"chunk": 32},
+    "epikv_lag_kv": {"chunk": 32},
+    "thinkv_epikv": {"segment": 32},
+    "thinkv_original": {"segment": 16, "ladder": (8, 6, 4, 3, 2)},
+    "segment_hybrid": {"segment": 32},
+    "segment_hybrid_keys": {"segment": 32},
+    "manifoldkv_windowed": {"length": 32},
+    "ahakv": {"cache": 20},
 }
 
 
