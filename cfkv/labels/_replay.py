@@ -76,7 +76,10 @@ class Replay:
     memory: int
     scope: Scope
     tally: Tally = field(default_factory=Tally)
-    _caches: list[SlotCache] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def _cache(self) -> SlotCache:
+        return SlotCache(self.loaded.shape.num_layers, len(self.context) + self.chunk_size)
 
     @cached_property
     def _stop(self) -> StopRule:
@@ -194,10 +197,7 @@ class Replay:
 
     def _prefill(self, length: int) -> SlotCache:
         """The cache of the unmodified context's first `length` tokens or more."""
-        if not self._caches:
-            capacity = len(self.context) + self.chunk_size
-            self._caches.append(SlotCache(self.loaded.shape.num_layers, capacity))
-        cache = self._caches[0]
+        cache = self._cache
         for first in range(compat.cache_length(cache), length, self.chunk_size):
             piece = self.context[first : min(first + self.chunk_size, length)]
             compat.forward(self.loaded.model, self._ids(piece), cache, logits_to_keep=1)

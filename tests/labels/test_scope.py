@@ -79,7 +79,7 @@ def test_scope_is_leaving_keys_out(
     )
     rows = [Counterfactual(STEP, tuple(context[STEP:]), (span,)) for span in SPANS]
     found, literal = replay.fast(rows, answer), [replay.literal(row) for row in rows]
-    whole = dataclasses.replace(replay, scope=Scope.parse("all", "all", loaded.shape), _caches=[])
+    whole = dataclasses.replace(replay, scope=Scope.parse("all", "all", loaded.shape))
     everywhere = whole.fast(rows, answer)
     by_hand = LeavingOut(scope.layers, scope.kv_heads, loaded)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", by_hand)
