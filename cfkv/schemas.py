@@ -227,6 +227,59 @@ CORRELATIONS = Table(
     key=("kind", "signal", "layer", "smoothing", "control", "measure"),
 )
 
+EVALUATIONS = Table(
+    "evaluations",
+    1,
+    _columns(
+        trace_id=STRING,
+        problem_id=STRING,
+        arm=STRING,  # mode, policy with its parameters, budget: such as forced,h2o:recent_share=0.25,25%
+        policy=STRING,
+        parameters=STRING,  # those that differ from the defaults, such as recent_share=0.25; "" if none
+        budget=STRING,  # as asked: 512, 25%, 50%prompt, 64MiB
+        slots=INT,  # the same in tokens per KV head, all protected ones included; null: no eviction
+        mode=STRING,  # forced: the trace's own reasoning is fed; free: the model writes all
+        positions=STRING,  # absolute, compact, slot
+        sample_index=INT,
+        eviction=STRING,  # physical, or simulated: masked, so that seconds and bytes tell nothing; none
+        answer=STRING,
+        correct=BOOL,
+        answered=BOOL,  # a complete boxed answer was found
+        verdict=STRING,  # of the grader: correct, wrong, unanswered, timeout
+        finish_reason=STRING,  # boxed, stop, length
+        n_read=INT,  # tokens that were fed: prompt, and in forced mode the reasoning
+        n_tokens=INT,  # tokens that were generated
+        kept_mean=FLOAT,  # cached tokens per KV head, mean over the steps after the prompt, layers and heads
+        kept_peak=FLOAT,  # the largest such number of a step
+        evictions=INT,  # steps at which something was evicted
+        evicted=FLOAT,  # tokens per KV head that were evicted
+        min_margin=FLOAT,  # smallest top-1 minus top-2 logit over the generated tokens
+        seconds=FLOAT,  # of this row after the prompt: its share of the batch's forwards, and its policy's own
+        peak_bytes=pa.int64(),  # of its cache: keys and values of all slots; null where simulated
+        token_ids=pa.list_(INT),  # what was generated
+        status=STRING,
+        reason=STRING,
+    ),
+    key=("trace_id", "arm", "sample_index"),
+    partition="arm",
+)
+
+KEEP_SETS = Table(
+    "keep_sets",
+    1,
+    _columns(
+        trace_id=STRING,
+        arm=STRING,
+        sample_index=INT,
+        layer=pa.int16(),  # -1 where all layers share a keep set
+        kv_head=pa.int16(),  # -1 where all KV heads of the layer share it
+        step=INT,  # tokens seen so far
+        kept=pa.list_(INT),  # positions that are left after the eviction, ascending
+    ),
+    key=("trace_id", "arm", "sample_index", "layer", "kv_head", "step"),
+    partition="arm",
+)
+
 TABLES: Mapping[str, Table] = {
     table.name: table
     for table in (
@@ -239,6 +292,8 @@ TABLES: Mapping[str, Table] = {
         HEAD_AGREEMENT,
         GATE_SIGNALS,
         CORRELATIONS,
+        EVALUATIONS,
+        KEEP_SETS,
     )
 }
 

@@ -22,7 +22,7 @@ RECIPE = {
     "label": [{"kind": "occlusion", "window": 8, "stride": 8, "max_new_tokens": 16}],
     "correlate": {"draws": 100, "smoothings": ["raw"]},
 }
-ABSENT = {"eviction_kl", "head_agreement", "gate_signals"}
+ABSENT = {"eviction_kl", "head_agreement", "gate_signals", "evaluations", "keep_sets"}
 OWED = "other shards still owe parts of trace, label:occlusion"
 
 
