@@ -311,7 +311,7 @@ def softmax_rows(
     """
     heads, rows, width = queries.shape
     kv_heads, slots = keys.shape[:2]
-    grouped = (queries.float() * scaling).view(kv_heads, -1, width)
+    grouped = (queries.float() * scaling).reshape(kv_heads, -1, width)
     logits = (grouped @ keys.float().transpose(-1, -2)).view(kv_heads, -1, rows, slots)
     distance = times[:, None] - positions[..., None, :]
     seen = valid[..., None, :] & (distance >= 0)
