@@ -23,6 +23,7 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OfflineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -152,6 +153,25 @@ def correlate(
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
 
+evaluate = App(name="evaluate", help="Put eviction policies to the test.")
+app.command(evaluate)
+
+
+@evaluate.command
+def offline(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OfflineConfig, Flat] = OfflineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Hold policies' scores against labels, without decoding; prints which beat chance."""
+    whole = _layered(directory, recipe, model=model, offline=config)
+    return _stages(directory, whole, execution, ["offline"])
+
+
 @app.command
 def report(
     directory: Directory,
@@ -266,7 +286,7 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
-    from cfkv.listing import print_correlations, print_result
+    from cfkv.listing import print_correlations, print_result, print_validity
 
     failed = 0
     for name in stages:
@@ -291,6 +311,8 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
             print_result(session.run, result, shared=session.crew.count > 1)
             if name == "correlate":
                 print_correlations(session.run)
+            elif name == "offline":
+                print_validity(session.run, session.validity(), session.recipe.offline)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

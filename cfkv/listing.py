@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from cfkv.config import Execution, Recipe
+from cfkv.config import Execution, OfflineConfig, Recipe
 from cfkv.errors import unknown_name
 from cfkv.stage import Run, StageResult
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from cfkv.validate._check import Check
     from cfkv.validate.run import Validation
 
@@ -143,6 +145,17 @@ def print_correlations(run: Run) -> None:
     from cfkv.schemas import CORRELATIONS
 
     Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))
+
+
+def print_validity(run: Run, summary: pl.DataFrame | None, config: OfflineConfig) -> None:
+    """Every judged policy against each label, for a person; None: parts are still owed."""
+    from cfkv.analysis.validity_summary import validity_tables
+
+    if summary is None:
+        print(f"other shards still owe parts; a later `cfkv evaluate offline {run.path}` sums up")
+        return
+    for table in validity_tables(summary, config):
+        Console().print(table)
 
 
 def print_validation(found: Validation) -> None:

@@ -12,6 +12,8 @@ from cfkv.stage import Run, StageResult
 from cfkv.workers import Workers, check_placement, workers
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from cfkv.models.loading import LoadedModel
 
 
@@ -48,6 +50,10 @@ class Session:
             from cfkv.signals._stage import check_groups
 
             check_groups(self.recipe.probe)
+        if "offline" in stages:
+            from cfkv.evaluation._names import named_policies
+
+            named_policies(self.recipe.offline.policy)
 
     def load(self) -> LoadedModel:
         """The model, loaded on the first call."""
@@ -99,6 +105,18 @@ class Session:
             self.run, self.recipe.correlate, self.execution, patient=self.crew.world_size > 1
         )
 
+    def offline(self) -> StageResult:
+        """Hold policies against labels."""
+        from cfkv.evaluation.offline import run_offline
+
+        return run_offline(self.run, self.recipe.offline, self.execution, self.crew, self.load, self.describe)
+
+    def validity(self) -> pl.DataFrame | None:
+        """The summary over traces of every judged policy; None while other shards owe parts."""
+        from cfkv.evaluation._summary import run_summary
+
+        return run_summary(self.run, self.recipe.offline, patient=self.crew.world_size > 1)
+
     def report(self) -> Path:
         """Write the report."""
         from cfkv.report._stage import run_report
@@ -141,6 +159,10 @@ class Session:
         for name in stages:
             if name == "probe":
                 names += [f"probe:{group}" for group in self.recipe.probe.groups]
+            elif name == "offline":
+                from cfkv.evaluation.offline import recorded_names
+
+                names += recorded_names(self.run, self.recipe.offline)
             elif name not in ("correlate", "report"):
                 names.append(name)
         return names

@@ -93,6 +93,42 @@ def bootstrap_share(
     return _percentile(share, counts @ successes, counts @ totals, level, null=None)
 
 
+def bootstrap_mean(
+    values: Floats,
+    clusters: NDArray[np.integer],
+    counts: Floats,
+    level: float = 0.95,
+    null: float | None = None,
+) -> BootstrapEstimate:
+    """A mean over traces with a percentile interval over clusters.
+
+    Parameters
+    ----------
+    values : array, shape (traces,)
+        NaN is left out.
+    clusters : array, shape (traces,)
+        Cluster of each trace, 0..clusters-1.
+    counts : array, shape (draws, clusters)
+        From `cluster_counts`.
+    level : float
+    null : float, optional
+        The mean under the null hypothesis of a two-sided p-value, as in `bootstrap_auroc`; NaN without one.
+
+    Returns
+    -------
+    BootstrapEstimate
+        Undefined without a value. Draws that hit no trace with a value are dropped and counted.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return _undefined("no value", len(counts))
+    sums, totals = (
+        np.bincount(clusters[known], weights=weights, minlength=counts.shape[1])
+        for weights in (values[known], np.ones(int(known.sum())))
+    )
+    return _percentile(float(values[known].mean()), counts @ sums, counts @ totals, level, null)
+
+
 def _percentile(
     estimate: float, numerators: Floats, denominators: Floats, level: float, null: float | None
 ) -> BootstrapEstimate:

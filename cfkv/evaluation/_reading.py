@@ -97,7 +97,9 @@ class Reading:
     def read_to(self, stop: int) -> None:
         """Read on up to token `stop`, exclusive."""
         with ExitStack() as stack:
-            stack.enter_context(observing_attention(self.loaded.model, self._attention, rotary=self.raw is not None))
+            stack.enter_context(
+                observing_attention(self.loaded.model, self._attention, rotary=self.raw is not None)
+            )
             if "hidden_diff" in self.observed:
                 stack.enter_context(tapping_hidden(self.loaded.model, self._hidden))
             while self.length < stop:
