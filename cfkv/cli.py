@@ -173,6 +173,28 @@ def offline(
 
 
 @app.command
+def score(
+    file: Annotated[Path, Parameter(help="Python file with one policy; see pipelines/example_policy.py.")],
+    directory: Annotated[Path, Parameter(help="Run directory with labels.")],
+    /,
+    *,
+    label: Annotated[str, Parameter(help="Label kind; all: every one of the run.")] = "all",
+    model: ModelFlags = ModelConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Judge a policy of your own between random and oracle; writes nothing."""
+    from cfkv.evaluation.score_file import score_file
+    from cfkv.session import Session
+
+    directory = directory.expanduser()
+    whole = _layered(directory, None, model=model)
+    session = Session.open(directory, whole, execution)
+    kept = whole.offline.model_copy(update={"kinds": (label,), "checkpoints": ("end",)})
+    score_file(file.expanduser(), session.run, kept, execution, session.load)
+    return DONE
+
+
+@app.command
 def report(
     directory: Directory,
     /,

@@ -9,6 +9,7 @@ from typing import Any
 
 from cfkv import store
 from cfkv.config import Execution, LabelConfig, Recipe
+from cfkv.evaluation._names import named_policies
 from cfkv.labels._base import TraceLength, label_kinds
 from cfkv.models.loading import layer_sizes, load_tokenizer
 from cfkv.models.tokens import encode
@@ -20,8 +21,8 @@ from cfkv.traces.items import TraceItem, trace_items
 from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
 from cfkv.traces.stage import trace_identity
 
-# Measured on Parquet parts: bytes per token of a traces row, per window, and per signal value.
-TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES = 12.0, 40.0, 2.3
+# Measured on Parquet parts: bytes per token of a traces row, per window, per signal value, and per row of validity.
+TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES, ROW_BYTES = 12.0, 40.0, 2.3, 45.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Cost:
 
 
 def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
-    """Costs of `stages` (trace, label:KIND, probe) in this order.
+    """Costs of `stages` (trace, label:KIND, probe, offline) in this order.
 
     Lengths come from the traces table where it is complete, from the tokenised texts otherwise, with the
     generation cap as the length of what is not written yet.
@@ -52,6 +53,8 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
             costs += _probe(recipe, lengths, execution, bound=not made)
+        elif name == "offline":
+            costs.append(_offline(recipe, lengths, execution))
     return costs
 
 
@@ -132,3 +135,15 @@ def _probe(
         disk = int(len(lengths) * layers * WINDOW_BYTES)
         costs.append(Cost(f"probe:{AGREEMENT}", len(lengths), forwards, tokens, disk, True))
     return costs
+
+
+def _offline(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
+    """One pass up to the answer, shared by all policies; none if stored signals are enough, so a bound."""
+    config = recipe.offline
+    policies = len(named_policies(config.policy))
+    tokens = sum(length.answer_start for length in lengths)
+    forwards = sum(-(-length.answer_start // execution.chunk_size) for length in lengths)
+    rows = policies * len(lengths) * len(config.checkpoints) * (5 + 3 * len(config.budgets))
+    return Cost(
+        "evaluate offline", policies * len(lengths), forwards, tokens, int(rows * ROW_BYTES), bound=True
+    )

@@ -183,10 +183,12 @@ def verdict(row: Mapping[str, Any] | None) -> str:
     if math.isnan(pvalue):
         return f"{size}, {row['nan_reason']}"
     text = "p < .001" if pvalue < 0.001 else f"p = {_number(pvalue, '.3f')}"
-    return f"{size}, {text}" if pvalue < SIGNIFICANCE else f"{size}, not different"
+    if pvalue >= SIGNIFICANCE:
+        return f"{size}, not different"
+    return f"{size}, {text}" if row["estimate"] > 0 else f"{size}, {text}, worse"
 
 
-def validity_tables(summary: pl.DataFrame, config: OfflineConfig) -> list[Table]:
+def validity_tables(summary: pl.DataFrame, config: OfflineConfig, *, own: str | None = None) -> list[Table]:
     """One table per kind and checkpoint, best AUROC first; at most 100 columns wide.
 
     Parameters
@@ -195,16 +197,19 @@ def validity_tables(summary: pl.DataFrame, config: OfflineConfig) -> list[Table]
         The table `validity_summary`.
     config : OfflineConfig
         What it was made with.
+    own : str, optional
+        A policy whose row stands out.
     """
     keys = summary.select("kind", "checkpoint").unique().sort("kind", "checkpoint").rows()
     return [
-        _table(kind, checkpoint, summary.filter(kind=kind, checkpoint=checkpoint), config)
+        _table(kind, checkpoint, summary.filter(kind=kind, checkpoint=checkpoint), config, own)
         for kind, checkpoint in keys
     ]
 
 
-def _table(kind: str, checkpoint: str, frame: pl.DataFrame, config: OfflineConfig) -> Table:
+def _table(kind: str, checkpoint: str, frame: pl.DataFrame, config: OfflineConfig, own: str | None) -> Table:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     shares = sorted(frame["share"].drop_nulls().unique())
@@ -240,7 +245,8 @@ def _table(kind: str, checkpoint: str, frame: pl.DataFrame, config: OfflineConfi
             _number(row["estimate"], "+.2f" if row["measure"] == "rho" else ".2f") for row in cells
         )
         told = "" if policy == "random" else verdict(rows.get((policy, "auroc", "random")))
-        table.add_row(policy, rho, _ranged(areas[policy]), precision, kept, lost, told)
+        style = "bold" if policy == own else None
+        table.add_row(escape(policy), rho, _ranged(areas[policy]), precision, kept, lost, told, style=style)
     return table
 
 

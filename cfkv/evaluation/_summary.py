@@ -20,10 +20,11 @@ NAME = "validity"
 
 
 def judged_policies(run: Run) -> list[str]:
-    """Policies whose rows are all there and fit the labels of now, sorted."""
-    found = []
-    for name in sorted(run.manifest.read()["stages"]):
-        if not name.startswith(f"{FAMILY}:"):
+    """Policies whose rows are all there, fit the labels of now, and were judged as `random` was, sorted."""
+    found, stages = [], run.manifest.read()["stages"]
+    common = stages[stage_name("random")]["identity"]["config"]["offline"]
+    for name in sorted(stages):
+        if not name.startswith(f"{FAMILY}:") or stages[name]["identity"]["config"]["offline"] != common:
             continue
         try:
             if not run.missing_parts(name):

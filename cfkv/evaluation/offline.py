@@ -155,7 +155,9 @@ def run_offline(
         texts = [names[job.stage.name] for job in owed]
         rows: dict[str, list[Any]] = {text: [] for text in texts}
         status: dict[str, list[Any]] = {text: [] for text in texts}
-        for trace in labelled_traces(run, index, judge.kinds, config.high_damage):
+        labelled = labelled_traces(run, index, judge.kinds, config.high_damage)
+        advance(items_in_part(traces, index) - len(labelled))
+        for trace in labelled:
             found = judge.trace(index, trace, texts, execution)
             for text in texts:
                 rows[text] += found[text].rows
@@ -195,9 +197,11 @@ def _stage(judge: Judge, text: str, traces: Mapping[str, Any]) -> Stage:
 
 
 def _note(judge: Judge) -> str:
-    reading = len(judge.policies) - sum(text in judge.stored for text in judge.policies)
-    note = f"\n  {len(judge.policies)} policies: {reading} read the traces once with the model"
-    note += f", {len(judge.policies) - reading} needed stored signals and labels alone"
+    stored = sum(text in judge.stored for text in judge.policies)
+    reading = len(judge.policies) - stored
+    parts = [f"{stored} from stored signals and labels alone"] if stored else []
+    parts += [f"{reading} in one pass of the model over each trace"] if reading else []
+    note = f"\n  {len(judge.policies)} policies judged: {', '.join(parts)}"
     if judge.left_out:
         note += f"\n  left out, since the model does not show them attention: {', '.join(judge.left_out)}"
     return note
