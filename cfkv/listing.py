@@ -154,6 +154,8 @@ def print_validity(run: Run, summary: pl.DataFrame | None, config: OfflineConfig
     if summary is None:
         print(f"other shards still owe parts; a later `cfkv evaluate offline {run.path}` sums up")
         return
+    if summary.is_empty():
+        print("no trace is labelled, so that no policy can be held against anything; `token_labels` says why")
     for table in validity_tables(summary, config):
         Console().print(table)
 

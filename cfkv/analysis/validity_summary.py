@@ -50,6 +50,9 @@ def summarise(validity: pl.DataFrame, config: OfflineConfig) -> pl.DataFrame:
         p-value against 0, adjusted over the policies of one kind, checkpoint, measure and share. Below 4 problems
         there is an estimate and no interval.
     """
+    empty = pl.DataFrame(pl.from_arrow(VALIDITY_SUMMARY.schema.empty_table()))
+    if validity.is_empty():
+        return empty
     names = sorted(validity["problem_id"].unique(), key=repr)
     problems = pl.DataFrame({"problem_id": names, "cluster": range(len(names))})
     counts = cluster_counts(max(1, len(names)), config.draws, np.random.default_rng([config.seed, 0x0FF]))
@@ -61,7 +64,6 @@ def summarise(validity: pl.DataFrame, config: OfflineConfig) -> pl.DataFrame:
             str(name): _Series.of(own) for (name,), own in frame.group_by("policy", maintain_order=True)
         }
         rows += _cell(cell, policies, counts, config)
-    empty = pl.DataFrame(pl.from_arrow(VALIDITY_SUMMARY.schema.empty_table()))
     return pl.DataFrame(rows, schema=empty.schema, orient="row")
 
 

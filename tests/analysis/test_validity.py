@@ -19,6 +19,7 @@ from cfkv.analysis.multiplicity import benjamini_hochberg, holm
 from cfkv.analysis.resampling import bootstrap_mean, cluster_counts
 from cfkv.analysis.validity_summary import summarise, validity_tables, verdict
 from cfkv.config import OfflineConfig
+from cfkv.schemas import VALIDITY_SUMMARY
 
 CONFIG = OfflineConfig(draws=400)
 
@@ -258,6 +259,13 @@ def test_few_problems_have_an_estimate_and_no_interval() -> None:
     assert (
         row(summarise(frame({"random": [math.nan] * 5}), CONFIG), "random")["nan_reason"] == "one class only"
     )
+
+
+def test_nothing_labelled_gives_no_rows() -> None:
+    summary = summarise(frame({"random": [0.5]}).clear(), CONFIG)
+    assert summary.is_empty()
+    assert summary.columns == list(VALIDITY_SUMMARY.schema.names)
+    assert validity_tables(summary, CONFIG) == []
 
 
 def test_the_order_of_rows_does_not_matter() -> None:
