@@ -107,7 +107,10 @@ class BudgetCache(DynamicCache):
         heads = (shape.num_layers, rows, shape.num_heads)
         self.probabilities = room(*heads, slots, dtype=torch.float32) if reads.probabilities else None
         self.queries = room(*heads, reads.queries, shape.head_dim) if reads.queries else None
-        self.newest, self.held = 0, [0] * rows  # the ring of queries: where the next one goes, how many there are
+        self.newest, self.held = (
+            0,
+            [0] * rows,
+        )  # the ring of queries: where the next one goes, how many there are
         self.hidden = room(shape.num_layers, rows, shape.hidden_size) if reads.hidden else None
         self.hidden_diff = room(shape.num_layers, rows, dtype=torch.float32)
         self.windows = compat.layer_windows(loaded.model)
@@ -180,7 +183,9 @@ class BudgetCache(DynamicCache):
         return masks
 
     def _additive(self, seen: Tensor) -> Tensor:
-        return torch.zeros(seen.shape, dtype=self.keys.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return torch.zeros(seen.shape, dtype=self.keys.dtype, device=seen.device).masked_fill_(
+            ~seen, -torch.inf
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the new token [R, G, 1, D] into its slots; returns the layer's slots."""
@@ -265,7 +270,9 @@ class BudgetCache(DynamicCache):
         if self.queries is None:
             raise RuntimeError("queries are not kept")
         count = min(count, self.held[row])
-        places = (self.newest - count + torch.arange(count, device=self.queries.device)) % self.queries.shape[3]
+        places = (self.newest - count + torch.arange(count, device=self.queries.device)) % self.queries.shape[
+            3
+        ]
         return self.queries[:, row][:, :, places]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -311,7 +318,7 @@ def softmax_rows(
     """
     heads, rows, width = queries.shape
     kv_heads, slots = keys.shape[:2]
-    grouped = (queries.float() * scaling).view(kv_heads, -1, width)
+    grouped = (queries.float() * scaling).reshape(kv_heads, -1, width)
     logits = (grouped @ keys.float().transpose(-1, -2)).view(kv_heads, -1, rows, slots)
     distance = times[:, None] - positions[..., None, :]
     seen = valid[..., None, :] & (distance >= 0)
