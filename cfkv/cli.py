@@ -23,6 +23,7 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -150,6 +151,25 @@ def correlate(
     """Hold signals against labels; prints each signal at its strongest."""
     execution = Execution(overwrite=overwrite)
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
+
+
+evaluate = App(name="evaluate", help="Judge policies: by labels, or by the answers that survive a budget.")
+app.command(evaluate)
+
+
+@evaluate.command
+def online(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OnlineConfig, Flat] = OnlineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
+    whole = _layered(directory, recipe, model=model, online=config)
+    return _stages(directory, whole, execution, ["evaluate online"])
 
 
 @app.command
@@ -285,7 +305,8 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
             print(f"report: {session.report()}")
             continue
         family, _, kind = name.partition(":")
-        result = session.label(kind) if family == "label" else getattr(session, family)()
+        method = getattr(session, family.replace(" ", "_"))
+        result = method(kind) if kind else method()
         failed += result.failed
         if session.crew.speaks:
             print_result(session.run, result, shared=session.crew.count > 1)

@@ -44,6 +44,10 @@ class Session:
 
                 kind = label_kinds.get(name.removeprefix("label:"))
                 kind.settings(self._label_config(kind.name))
+        if "evaluate online" in stages:
+            from cfkv.evaluation._arms import arms
+
+            arms(self.recipe.online)
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
@@ -90,6 +94,12 @@ class Session:
         from cfkv.signals._stage import run_probe
 
         return run_probe(self.run, self.recipe.probe, self.execution, self.crew, self.load, self.describe)
+
+    def evaluate_online(self) -> StageResult:
+        """Run policies at budgets."""
+        from cfkv.evaluation.online import run_online
+
+        return run_online(self.run, self.recipe.online, self.execution, self.crew, self.load, self.describe)
 
     def correlate(self) -> StageResult:
         """Correlate signals with labels."""
@@ -141,6 +151,10 @@ class Session:
         for name in stages:
             if name == "probe":
                 names += [f"probe:{group}" for group in self.recipe.probe.groups]
+            elif name == "evaluate online":
+                from cfkv.evaluation._arms import arms
+
+                names += [f"{name}:{arm.name}" for arm in arms(self.recipe.online)]
             elif name not in ("correlate", "report"):
                 names.append(name)
         return names

@@ -289,8 +289,8 @@ class Row:
                 count = int(counts[0, 0])
                 if bool((counts != count).any()):
                     raise CfkvError(
-                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once from "
-                        "different layers or KV heads; it must declare `ragged = True`"
+                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once "
+                        "from different layers or KV heads; it must declare `ragged = True`"
                     )
                 self._free(cache, (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
         self.held = self._count(cache) if self.simulated else self.held - self._gone
