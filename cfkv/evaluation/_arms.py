@@ -52,10 +52,8 @@ class BudgetText:
         if found["count"]:
             return Budget(slots=int(found["count"]), asked=self.text)
         share = float(found["share"]) / 100
-        if found["of"]:
-            slots = Budget.of_fraction(share, prompt_len, "total").slots
-        else:
-            slots = prompt_len + Budget.of_fraction(share, total - prompt_len).slots
+        base = 0 if found["of"] else prompt_len
+        slots = base + Budget.of_fraction(share, prompt_len if found["of"] else total - prompt_len).slots
         try:
             return Budget(slots=slots, asked=self.text)
         except CfkvError as error:
@@ -136,7 +134,8 @@ def named_policies(texts: Sequence[str]) -> list[Policy]:
 
 def needs_labels(policies: Sequence[Policy]) -> list[str]:
     """Names of the policies that are made from labels."""
-    return [policy.name for policy in policies if {"label", "shuffled_label"} & set(policy.needs)]
+    found = [policy.name for policy in policies if {"label", "shuffled_label"} & set(policy.needs)]
+    return list(dict.fromkeys(found))
 
 
 def settings(config: OnlineConfig) -> Mapping[str, Any]:
