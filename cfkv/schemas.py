@@ -289,6 +289,7 @@ POLICY_ACCURACY = Table(
         mode=STRING,
         policy=STRING,
         parameters=STRING,
+        positions=STRING,
         budget=STRING,  # as asked; `all` of the full cache
         eviction=STRING,  # physical, simulated, none, or mixed: physical and simulated rows
         slots_mean=DOUBLE,  # tokens per KV head, mean over rows; NaN where nothing is evicted
@@ -320,7 +321,7 @@ POLICY_ACCURACY = Table(
         nan_reason=STRING,
         cost_reason=STRING,  # why there are no seconds or bytes
     ),
-    key=("mode", "policy", "parameters", "budget"),
+    key=("mode", "policy", "parameters", "positions", "budget"),
 )
 
 POLICY_COMPARISONS = Table(
@@ -330,8 +331,9 @@ POLICY_COMPARISONS = Table(
         mode=STRING,
         policy=STRING,
         parameters=STRING,
+        positions=STRING,
         budget=STRING,
-        against=STRING,  # full (budget all) or random (the same budget), of the same mode
+        against=STRING,  # full (budget all) or random (same budget and positions), of the same mode
         n_items=INT,  # traces that were graded in both arms
         n_problems=INT,
         n_dropped=INT,  # traces of both arms that failed, or have no verdict, in either
@@ -350,12 +352,12 @@ POLICY_COMPARISONS = Table(
         bootstrap_pvalue=DOUBLE,
         test=STRING,  # which of the two pvalue is: mcnemar, bootstrap, none
         pvalue=DOUBLE,
-        adjusted_pvalue=DOUBLE,  # over the policies of one mode, budget and against
+        adjusted_pvalue=DOUBLE,  # over the policies of one mode, positions, budget and against
         correction=STRING,  # holm, benjamini_hochberg
         n_tests=INT,  # that were adjusted together
         nan_reason=STRING,
     ),
-    key=("mode", "policy", "parameters", "budget", "against"),
+    key=("mode", "policy", "parameters", "positions", "budget", "against"),
 )
 
 LOSSLESS_BUDGETS = Table(
@@ -367,6 +369,7 @@ LOSSLESS_BUDGETS = Table(
         mode=STRING,
         policy=STRING,
         parameters=STRING,
+        positions=STRING,
         n_budgets=INT,  # of the grid, with a verdict
         n_unknown=INT,  # of the grid, failed or without a verdict
         slots=INT,  # smallest budget at which, and at every larger one, the answer is kept
@@ -376,7 +379,7 @@ LOSSLESS_BUDGETS = Table(
         monotone=BOOL,  # no budget that keeps the answer lies below one that loses it
         reason=STRING,  # why slots is null
     ),
-    key=("trace_id", "mode", "policy", "parameters"),
+    key=("trace_id", "mode", "policy", "parameters", "positions"),
 )
 
 OFFLINE_ONLINE = Table(
@@ -385,6 +388,7 @@ OFFLINE_ONLINE = Table(
     _columns(
         measure=STRING,  # offline
         mode=STRING,
+        positions=STRING,
         budget=STRING,
         policies=STRING,  # all, or without_excluded: no policies made from labels, no full cache
         statistic=STRING,  # spearman, kendall (tau-b)
@@ -393,11 +397,11 @@ OFFLINE_ONLINE = Table(
         high=DOUBLE,
         level=DOUBLE,
         pvalue=DOUBLE,  # permutation, two-sided
-        adjusted_pvalue=DOUBLE,  # Benjamini-Hochberg over measures and budgets of one mode, policies, statistic
+        adjusted_pvalue=DOUBLE,  # Benjamini-Hochberg over measures and budgets; rest of the key equal
         n_policies=INT,
         note=STRING,
     ),
-    key=("measure", "mode", "budget", "policies", "statistic"),
+    key=("measure", "mode", "positions", "budget", "policies", "statistic"),
 )
 
 TABLES: Mapping[str, Table] = {

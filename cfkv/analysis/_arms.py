@@ -1,7 +1,7 @@
 """The table `evaluations` as the statistics read it: arms, their rows and their items.
 
-An arm is (mode, policy, parameters, budget). An item is a trace under one arm: its score is the mean over its
-samples. The unit of every interval is the problem.
+An arm is (mode, policy, parameters, positions, budget). An item is a trace under one arm: its score is the mean over
+its samples. The unit of every interval is the problem.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from cfkv.analysis.resampling import bootstrap_mean
 from cfkv.errors import CfkvError
 from cfkv.schemas import NOT_FAILURES, Table
 
-ARM = ("mode", "policy", "parameters", "budget")
+ARM = ("mode", "policy", "parameters", "positions", "budget")
+# A policy as it is named in tables.
+NAME = ("policy", "parameters", "positions")
+ABSOLUTE = "absolute"
 FULL = "full"
 # Statuses of rows that did not fail and were not run to their end either.
 NOT_RUN = ("skipped", "excluded")
@@ -41,6 +44,7 @@ def prepared(evaluations: pl.DataFrame) -> pl.DataFrame:
     ran = ~failed & ~status.is_in(NOT_RUN)
     frame = evaluations.with_columns(
         parameters=pl.col("parameters").fill_null(""),
+        positions=pl.col("positions").fill_null(ABSOLUTE),
         problem_id=pl.coalesce("problem_id", "trace_id"),
         failed=failed,
         ran=ran,
@@ -50,9 +54,7 @@ def prepared(evaluations: pl.DataFrame) -> pl.DataFrame:
     twice = frame.filter(frame.select(key).is_duplicated())
     if twice.height:
         shown = twice.select(key).row(0, named=True)
-        raise CfkvError(
-            f"evaluations: {shown} occurs more than once; pass the rows of one run, at one setting of positions"
-        )
+        raise CfkvError(f"evaluations: {shown} occurs more than once; pass the rows of one run")
     return frame
 
 
@@ -135,9 +137,10 @@ def as_table(table: Table, rows: Iterable[Mapping[str, Any]]) -> pl.DataFrame:
     return frame.sort(table.key)
 
 
-def policy_name(policy: str, parameters: str) -> str:
-    """`h2o`, or `h2o recent_share=0.25`."""
-    return f"{policy} {parameters}".strip()
+def policy_name(policy: str, parameters: str, positions: str) -> str:
+    """`h2o`, `h2o recent_share=0.25`, or `h2o positions=compact`."""
+    moved = "" if positions == ABSOLUTE else f"positions={positions}"
+    return " ".join(part for part in (policy, parameters, moved) if part)
 
 
 def asked_tokens() -> pl.Expr:

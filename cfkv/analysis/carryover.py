@@ -54,13 +54,13 @@ def offline_online(
     Returns
     -------
     DataFrame
-        The table `offline_online`, sorted by its key: per measure, mode, budget and statistic one row over all
-        policies that have both numbers and one without those excluded. Spearman's rho and Kendall's tau-b; positive =
-        a larger measure goes with more accuracy. The interval is the percentile one over policies drawn with
-        replacement (draws in which a side is constant are dropped); p is the share of permutations with a correlation
-        at least as large, two-sided, with 1 added to both counts, adjusted by Benjamini-Hochberg over the measures and
-        budgets of one mode, statistic and set of policies. `note` says what is not significant, or why there is no
-        estimate: fewer than 4 policies, or a side that is constant.
+        The table `offline_online`, sorted by its key: per measure, mode, positions, budget and statistic one row over
+        all policies that have both numbers and one without those excluded. Spearman's rho and Kendall's tau-b;
+        positive = a larger measure goes with more accuracy. The interval is the percentile one over policies drawn
+        with replacement (draws in which a side is constant are dropped); p is the share of permutations with a
+        correlation at least as large, two-sided, with 1 added to both counts, adjusted by Benjamini-Hochberg over the
+        measures and budgets of one mode, positions, statistic and set of policies. `note` says what is not
+        significant, or why there is no estimate: fewer than 4 policies, or a side that is constant.
 
     Raises
     ------
@@ -98,15 +98,11 @@ def offline_online(
 
 
 def _places(measured: pl.DataFrame, accuracy: pl.DataFrame) -> Iterator[dict[str, str]]:
-    budgets = (
-        accuracy.filter(pl.col("policy") != _arms.FULL)
-        .select("mode", "budget")
-        .unique()
-        .sort("mode", "budget")
-    )
+    names = ("mode", "positions", "budget")
+    found = accuracy.filter(pl.col("policy") != _arms.FULL).select(names).unique().sort(names)
     for measure in measured["measure"].unique().sort():
-        for mode, budget in budgets.iter_rows():
-            yield {"measure": measure, "mode": mode, "budget": budget}
+        for row in found.iter_rows(named=True):
+            yield {"measure": measure, **row}
 
 
 def _correlated(
@@ -191,7 +187,8 @@ def _noted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with adjusted p-values, and a note where a correlation is not significant."""
     families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        families.setdefault((row["mode"], row["policies"], row["statistic"]), []).append(row)
+        family = tuple(row[name] for name in ("mode", "positions", "policies", "statistic"))
+        families.setdefault(family, []).append(row)
     for members in families.values():
         adjusted = adjust([row["pvalue"] for row in members], "benjamini_hochberg")
         for row, value in zip(members, adjusted, strict=True):

@@ -1,7 +1,7 @@
 """Policies at real budgets: the accuracy of every arm, and each arm against the full cache and against chance.
 
 Sources: EpiKV and AvoKV-E (accuracy at a budget, cap hits, empty answers), PAGE (paired differences, Wilson);
-methods.md 6 and 7. An arm is (mode, policy, parameters, budget).
+methods.md 6 and 7. An arm is (mode, policy, parameters, positions, budget).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def policy_accuracy(
     -------
     DataFrame
         The table `policy_accuracy`, sorted by its key: one row per arm. `accuracy` is the share of correct rows among
-        the graded ones (an unanswered one is graded wrong); a failed row and a row without verdict are in neither
-        number, and counted. The unit of the interval is the problem: Wilson's where each problem has one graded row,
-        the bootstrap over problems otherwise (`method`; at a share of 0 or 1 Wilson's of the problems, since no
-        resample differs there). `accuracy_completed` leaves out the rows that were stopped at the cap: it flatters
-        whatever rambles, and stands beside the rate of caps for that reason.
-        NaN, or null for bytes, where there is no number, with `nan_reason` for accuracy and interval and `cost_reason`
-        for seconds and bytes. Seconds and bytes of simulated eviction tell nothing and are left out.
+        the graded ones (an unanswered one, and one that the grader gave up on, are graded wrong); a failed row and a
+        row without verdict are in neither number, and counted. The unit of the interval is the problem: Wilson's
+        where each problem has one graded row, the bootstrap over problems otherwise (`method`; at a share of 0 or 1
+        Wilson's of the problems, since no resample differs there). `accuracy_completed` leaves out the rows that were
+        stopped at the cap: it flatters whatever rambles, and stands beside the rate of caps for that reason. NaN, or
+        null for bytes, where there is no number, with `nan_reason` for accuracy and interval and `cost_reason` for
+        seconds and bytes. Seconds and bytes of simulated eviction tell nothing and are left out.
 
     Raises
     ------
@@ -156,10 +156,11 @@ def policy_comparisons(
     level, draws, seed :
         Of the bootstrap over problems.
     correction : str
-        holm or benjamini_hochberg, over the policies (with parameters) of one mode, budget and baseline. Oracles and
-        controls are among them.
+        holm or benjamini_hochberg, over the policies (with parameters) of one mode, positions, budget and baseline.
+        Oracles and controls are among them.
     against : sequence of str
-        Baselines. `full` is that of the same mode; any other policy that of the same mode and budget.
+        Baselines. `full` is that of the same mode; any other policy that of the same mode, positions
+        and budget.
 
     Returns
     -------
@@ -187,14 +188,14 @@ def policy_comparisons(
     arms = dict(iter(scored.group_by(*ARM, maintain_order=True)))
     found = []
     for arm, part in arms.items():
-        mode, policy, _, budget = arm
+        mode, policy, _, positions, budget = arm
         for baseline in against:
             if policy in (FULL, baseline):
                 continue
             same = [
                 name
                 for name in arms
-                if name[:2] == (mode, baseline) and (baseline == FULL or name[3] == budget)
+                if name[:2] == (mode, baseline) and (baseline == FULL or name[3:] == (positions, budget))
             ]
             # Several settings of one baseline: the one with its defaults.
             same = [name for name in same if name[2] == ""] or same
@@ -310,10 +311,11 @@ def mcnemar_pvalue(wins: int, losses: int) -> float:
 
 def _corrected(rows: list[dict[str, Any]], correction: Correction) -> Iterator[dict[str, Any]]:
     """The rows with p-values adjusted within mode, budget and baseline."""
-    families: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     adjust([], correction)  # an unknown one is refused even if there is nothing to correct
     for row in rows:
-        families.setdefault((row["mode"], row["budget"], row["against"]), []).append(row)
+        family = tuple(row[name] for name in ("mode", "positions", "budget", "against"))
+        families.setdefault(family, []).append(row)
     for members in families.values():
         pvalues = np.array([row["pvalue"] for row in members])
         made = int((~np.isnan(pvalues)).sum())

@@ -13,7 +13,7 @@ from cfkv.analysis._arms import FULL
 from cfkv.errors import CfkvError
 from cfkv.schemas import LOSSLESS_BUDGETS
 
-GROUP = ("mode", "policy", "parameters")
+GROUP = ("mode", *_arms.NAME)
 # Of traces that the question is not asked of.
 NOT_ASKED = ("full is wrong", "no verdict of full", "no budget with a verdict")
 
@@ -31,18 +31,16 @@ def lossless_budgets(evaluations: pl.DataFrame, *, need_full: bool = True) -> pl
     Returns
     -------
     DataFrame
-        The table `lossless_budgets`, sorted by its key: one row per trace, policy (with parameters) and mode. The
-        answer is *kept* if it is graded correct; with several samples, if it is correct at least as often as with the
-        full cache (without `need_full`: every time). Budgets are compared in slots, within the trace; those of
-        equal slots are one budget.
-        **The headline is `slots`**, the smallest budget from which on the answer is kept: at it and at every larger
-        one of the grid. Outcomes are not monotone: a small cache can answer right by luck or by another route, and
-        fail with more. `any_slots`, the plain smallest budget, is a minimum over noisy outcomes: it falls with every
-        budget added to the grid, and more for policies that are erratic. It is kept to show how far the two
-        lie apart (`monotone` says whether they agree).
-        `slots` is null with a reason when the answer is lost, or unknown, at the largest budget, or when the trace
-        was not asked of. A failed row at a budget ends the run of kept ones from above: `slots` is then an upper
-        bound, and `n_unknown` above 0.
+        The table `lossless_budgets`, sorted by its key: one row per trace, policy (with parameters and positions) and
+        mode. The answer is *kept* if it is graded correct; with several samples, if it is correct at least as often
+        as with the full cache (without `need_full`: every time). Budgets are compared in slots, within the trace;
+        those of equal slots are one budget. **The headline is `slots`**, the smallest budget from which on the answer
+        is kept: at it and at every larger one of the grid. Outcomes are not monotone: a small cache can answer right
+        by luck or by another route, and fail with more. `any_slots`, the plain smallest budget, is a minimum over
+        noisy outcomes: it falls with every budget added to the grid, and more for policies that are erratic. It is
+        kept to show how far the two lie apart (`monotone` says whether they agree). `slots` is null with a reason
+        when the answer is lost, or unknown, at the largest budget, or when the trace was not asked of. A failed row
+        at a budget ends the run of kept ones from above: `slots` is then an upper bound, and `n_unknown` above 0.
 
     Raises
     ------
@@ -161,16 +159,16 @@ def lossless_summary(
     Returns
     -------
     DataFrame
-        One row per mode, policy and parameters: `n_traces` that were asked of; `n_found` with a headline budget, and
-        their `share` with `low`, `high`; `median_slots`, in which a trace without a budget counts as above the grid
-        (leaving it out would reward whoever fails on the hard ones), NaN where that is the median;
+        One row per mode, policy, parameters and positions: `n_traces` that were asked of; `n_found` with a headline
+        budget, and their `share` with `low`, `high`; `median_slots`, in which a trace without a budget counts as
+        above the grid (leaving it out would reward whoever fails on the hard ones), NaN where that is the median;
         `median_any_slots` likewise; `n_not_monotone`; and `ratio_to_oracle`, the median over the `n_ratio` traces
         with a budget under both of slots / the oracle's slots, above 1 = needs more; NaN without such a trace.
 
     Raises
     ------
     CfkvError
-        If the oracle has several settings of parameters in one mode, none of them its default.
+        If the oracle has several settings of parameters at one mode and positions, none of them its default.
     """
     schema: dict[str, Any] = {
         **dict.fromkeys(GROUP, pl.String),
@@ -183,7 +181,7 @@ def lossless_summary(
     for group, rows in asked.group_by(*GROUP, maintain_order=True):
         with_budget = rows.with_columns(found=pl.col("slots").is_not_null().cast(pl.Float64))
         share, _ = _arms.share_estimate(*_arms.per_problem(with_budget, "found"), level, draws, seed)
-        ideal = _oracle_slots(asked, str(group[0]), oracle)
+        ideal = _oracle_slots(asked, str(group[0]), str(group[-1]), oracle)
         ratios = [
             slots / ideal[trace_id]
             for trace_id, slots in rows.select("trace_id", "slots").drop_nulls().iter_rows()
@@ -207,8 +205,10 @@ def lossless_summary(
     return pl.DataFrame(found, schema=schema).sort(GROUP)
 
 
-def _oracle_slots(asked: pl.DataFrame, mode: str, oracle: str) -> dict[str, int]:
-    rows = asked.filter((pl.col("mode") == mode) & (pl.col("policy") == oracle))
+def _oracle_slots(asked: pl.DataFrame, mode: str, positions: str, oracle: str) -> dict[str, int]:
+    rows = asked.filter(
+        (pl.col("mode") == mode) & (pl.col("positions") == positions) & (pl.col("policy") == oracle)
+    )
     settings = rows["parameters"].unique().to_list()
     if "" in settings:
         rows = rows.filter(pl.col("parameters") == "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from cfkv.analysis._arms import FULL, budgets_in_order, policy_name
+from cfkv.analysis._arms import ARM, FULL, NAME, budgets_in_order, policy_name
 from cfkv.analysis.compare import RANDOM, SIGNIFICANCE
 
 if TYPE_CHECKING:
@@ -31,23 +31,26 @@ def outcome(comparison: Mapping[str, Any] | None) -> str:
     return "better" if comparison["difference"] > 0 else "worse"
 
 
-def by_arm(comparisons: pl.DataFrame) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
-    """The rows by (mode, policy, parameters, budget, against)."""
-    key = ("mode", "policy", "parameters", "budget", "against")
+def by_arm(comparisons: pl.DataFrame) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The rows by (mode, policy, parameters, positions, budget, against)."""
+    key = (*ARM, "against")
     return {tuple(row[name] for name in key): row for row in comparisons.iter_rows(named=True)}
 
 
-def policies_in_order(accuracy: pl.DataFrame, mode: str) -> list[tuple[str, str]]:
-    """(policy, parameters) of a mode, `full` left out: best at the smallest budget first, then at the next one."""
+def by_policy(rows: pl.DataFrame) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows of `policy_accuracy` of one mode by (policy, parameters, positions, budget)."""
+    return {tuple(row[name] for name in (*NAME, "budget")): row for row in rows.iter_rows(named=True)}
+
+
+def policies_in_order(accuracy: pl.DataFrame, mode: str) -> list[tuple[str, str, str]]:
+    """(policy, parameters, positions) of a mode without `full`: best at the smallest budget first, then at the next."""
     rows = accuracy.filter((pl.col("mode") == mode) & (pl.col("policy") != FULL))
     budgets = budgets_in_order(rows)
     found = {
-        (policy, parameters, budget): -1.0 if value is None or math.isnan(value) else value
-        for policy, parameters, budget, value in rows.select(
-            "policy", "parameters", "budget", "accuracy"
-        ).iter_rows()
+        name: -1.0 if row["accuracy"] is None or math.isnan(row["accuracy"]) else row["accuracy"]
+        for name, row in by_policy(rows).items()
     }
-    names = {(policy, parameters) for policy, parameters, _ in found}
+    names = set(rows.select(NAME).iter_rows())
     return sorted(names, key=lambda name: (*(-found.get((*name, budget), -1.0) for budget in budgets), name))
 
 
@@ -85,7 +88,7 @@ def accuracy_table(accuracy: pl.DataFrame, comparisons: pl.DataFrame) -> Group:
 
 def _block(
     rows: pl.DataFrame,
-    known: Mapping[tuple[str, str, str, str, str], Mapping[str, Any]],
+    known: Mapping[tuple[str, ...], Mapping[str, Any]],
     mode: str,
     budgets: list[str],
 ) -> Table:
@@ -101,7 +104,7 @@ def _block(
     table.add_column("policy", overflow="fold", max_width=NAME_WIDTH)
     for budget in budgets:
         table.add_column(budget, justify="right", no_wrap=True, min_width=6)
-    found = {(row["policy"], row["parameters"], row["budget"]): row for row in rows.iter_rows(named=True)}
+    found = by_policy(rows)
     for name in policies_in_order(rows, mode):
         cells = []
         for budget in budgets:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from cfkv.analysis._arms import FULL, policy_name
+from cfkv.analysis._arms import FULL, NAME, policy_name
 from cfkv.analysis.compare import RANDOM
 from cfkv.analysis.policy_table import policies_in_order
 from cfkv.report.style import empty_figure, styled
@@ -32,7 +32,7 @@ POLICIES: tuple[tuple[str, str], ...] = (
 REST = "#c4c4c4"
 BAR_POINTS = 2.6
 COLUMNS = (
-    *("mode", "policy", "parameters", "budget", "eviction", "slots_mean", "kept_mean"),
+    *("mode", "policy", "parameters", "positions", "budget", "eviction", "slots_mean", "kept_mean"),
     *("accuracy", "low", "high", "level", "method", "n_graded", "n_problems", "n_failed"),
 )
 
@@ -49,7 +49,7 @@ def accuracy_rows(accuracy: pl.DataFrame, mode: str) -> pl.DataFrame:
     chosen = [*landmarks, *(name for name in order if name not in landmarks)][:MAX_LABELLED]
     shown = {policy_name(*name) for name in chosen}
     rank = {policy_name(*name): place for place, name in enumerate(order)}
-    names = [policy_name(*name) for name in rows.select("policy", "parameters").iter_rows()]
+    names = [policy_name(*name) for name in rows.select(NAME).iter_rows()]
     return (
         rows.with_columns(
             labelled=pl.Series([name in shown for name in names], dtype=pl.Boolean),
@@ -145,8 +145,8 @@ def _draw_policies(axis: Axes, policies: pl.DataFrame) -> list[End]:
 
     ends = []
     place, drawn = 0, 0
-    n_labelled = policies.filter("labelled").select("policy", "parameters").n_unique()
-    for (policy, parameters), line in policies.group_by("policy", "parameters", maintain_order=True):
+    n_labelled = policies.filter("labelled").select(NAME).n_unique()
+    for (policy, parameters, positions), line in policies.group_by(*NAME, maintain_order=True):
         x, y = line["kept_mean"].to_numpy(), line["accuracy"].to_numpy()
         if not line["labelled"][0]:
             axis.plot(x, y, color=REST, linewidth=0.8, marker=".", markersize=3, zorder=2)
@@ -176,7 +176,8 @@ def _draw_policies(axis: Axes, policies: pl.DataFrame) -> list[End]:
             zorder=4,
             transform=moved,
         )
-        ends.append((policy_name(str(policy), str(parameters)), float(x[-1]), float(y[-1]), colour, moved))
+        name = policy_name(str(policy), str(parameters), str(positions))
+        ends.append((name, float(x[-1]), float(y[-1]), colour, moved))
     return ends
 
 
@@ -233,7 +234,7 @@ def _legend(figure: Figure, rows: pl.DataFrame) -> None:
     handles.append(Line2D([], [], color="#555555", linestyle="none", marker="|", markersize=11, label=told))
     if rows.filter(pl.col("policy") == FULL).height:
         handles.append(Patch(color="#999999", alpha=0.35, linewidth=0, label=f"{told}, full cache"))
-    rest = policies.filter(~pl.col("labelled")).select("policy", "parameters").n_unique()
+    rest = policies.filter(~pl.col("labelled")).select(NAME).n_unique()
     if rest:
         words = "further policy" if rest == 1 else "further policies"
         handles.append(Line2D([], [], color=REST, marker=".", label=f"{rest} {words} (see table)"))

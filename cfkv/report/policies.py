@@ -8,10 +8,10 @@ from typing import Any
 
 import polars as pl
 
-from cfkv.analysis._arms import FULL, budgets_in_order, policy_name
+from cfkv.analysis._arms import FULL, NAME, budgets_in_order, policy_name
 from cfkv.analysis.compare import RANDOM, policy_accuracy, policy_comparisons
 from cfkv.analysis.lossless import lossless_budgets, lossless_summary
-from cfkv.analysis.policy_table import by_arm, outcome, policies_in_order
+from cfkv.analysis.policy_table import by_arm, by_policy, outcome, policies_in_order
 from cfkv.report.tables import Cell
 from cfkv.report.text import count, known, number, percent, pvalue, slug, span
 
@@ -49,7 +49,7 @@ def policy_sections(results: PolicyResults, plots: Mapping[str, str]) -> list[di
         rows = results.accuracy.filter(pl.col("mode") == mode)
         compared = results.comparisons.filter(pl.col("mode") == mode)
         budgets = budgets_in_order(rows)
-        found = {(row["policy"], row["parameters"], row["budget"]): row for row in rows.iter_rows(named=True)}
+        found = by_policy(rows)
         order = policies_in_order(rows, mode)
         full = [_full_sentence(row) for row in rows.filter(pl.col("policy") == FULL).iter_rows(named=True)]
         sections.append(
@@ -74,9 +74,8 @@ def policy_sections(results: PolicyResults, plots: Mapping[str, str]) -> list[di
     return sections
 
 
-def _full_names(rows: pl.DataFrame) -> list[tuple[str, str]]:
-    names = rows.filter(pl.col("policy") == FULL).select("policy", "parameters").unique().sort("parameters")
-    return [(policy, parameters) for policy, parameters in names.iter_rows()]
+def _full_names(rows: pl.DataFrame) -> list[tuple[str, ...]]:
+    return list(rows.filter(pl.col("policy") == FULL).select(NAME).unique().sort(NAME).iter_rows())
 
 
 def _full_sentence(row: Mapping[str, Any]) -> str:
@@ -104,10 +103,10 @@ def _test_sentences(compared: pl.DataFrame) -> list[str]:
 
 
 def _cell(
-    found: Mapping[tuple[str, str, str], Mapping[str, Any]],
-    tests: Mapping[tuple[str, str, str, str, str], Mapping[str, Any]],
+    found: Mapping[tuple[str, ...], Mapping[str, Any]],
+    tests: Mapping[tuple[str, ...], Mapping[str, Any]],
     mode: str,
-    name: tuple[str, str],
+    name: tuple[str, str, str],
     budget: str,
 ) -> Cell | None:
     row = found.get((*name, budget))
@@ -128,8 +127,8 @@ def _cell(
 
 
 def _arm_rows(
-    found: Mapping[tuple[str, str, str], Mapping[str, Any]],
-    order: Sequence[tuple[str, str]],
+    found: Mapping[tuple[str, ...], Mapping[str, Any]],
+    order: Sequence[tuple[str, ...]],
     budgets: Sequence[str],
 ) -> list[list[str]]:
     """Counts, caps, memory and time of every arm, as text."""
@@ -162,8 +161,8 @@ def _arm_rows(
     return lines
 
 
-def _lossless_rows(summary: pl.DataFrame, order: Sequence[tuple[str, str]]) -> list[list[str]]:
-    found = {(row["policy"], row["parameters"]): row for row in summary.iter_rows(named=True)}
+def _lossless_rows(summary: pl.DataFrame, order: Sequence[tuple[str, ...]]) -> list[list[str]]:
+    found = {tuple(row[part] for part in NAME): row for row in summary.iter_rows(named=True)}
     lines = []
     for name in order:
         row = found.get(name)

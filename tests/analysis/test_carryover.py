@@ -18,7 +18,14 @@ def accuracies(values, budget="64", mode="forced", parameters=""):
     """Rows of policy_accuracy with the columns that matter here."""
     return pl.DataFrame(
         [
-            {"mode": mode, "policy": policy, "parameters": parameters, "budget": budget, "accuracy": value}
+            {
+                "mode": mode,
+                "policy": policy,
+                "parameters": parameters,
+                "positions": "absolute",
+                "budget": budget,
+                "accuracy": value,
+            }
             for policy, value in values.items()
         ]
     )

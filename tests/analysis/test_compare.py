@@ -342,6 +342,25 @@ def test_random_is_that_of_the_same_budget_and_mode():
     assert one(frame, mode="free", against="full")["nan_reason"] == "no arm full in this mode"
 
 
+def test_positions_are_arms_of_their_own():
+    """Full is absolute and serves both; random and the corrections are those of the same positions."""
+    compact = {"positions": "compact"}
+    parts = [
+        arm("full", "all", [1, 1, 1, 1]),
+        arm("random", "64", [0, 0, 0, 0]),
+        arm("random", "64", [1, 1, 0, 0], **compact),
+        arm("h2o", "64", [1, 1, 1, 0]),
+        arm("h2o", "64", [1, 1, 1, 1], **compact),
+    ]
+    frame = compared(*parts)
+    h2o = {"policy": "h2o", "positions": "compact"}
+    assert one(frame, **h2o, against="random")["difference"] == 0.5
+    assert one(frame, **h2o, against="full")["difference"] == 0.0
+    assert one(frame, **h2o, against="full")["n_tests"] == 2
+    assert one(frame, policy="h2o", positions="absolute", against="random")["difference"] == 0.75
+    assert accuracy(*parts).height == 5
+
+
 def test_a_baseline_with_several_settings():
     """The one with its defaults is taken; without it none is."""
     h2o = arm("h2o", "64", [1, 1, 0, 0])

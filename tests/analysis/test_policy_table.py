@@ -80,6 +80,11 @@ def test_modes_have_tables_of_their_own():
     assert "mode free" in text
 
 
+def test_positions_are_named():
+    text = printed([*STUDY, arm("h2o", "32", right(9), positions="compact")])
+    assert any(line.startswith("h2o positions=compact") for line in text.splitlines())
+
+
 def test_nothing_graded_is_a_dash():
     text = printed([arm("h2o", "32", [None, None]), arm("knorm", "32", [1, 0])])
     (line,) = [line for line in text.splitlines() if line.startswith("h2o")]
@@ -96,7 +101,7 @@ def test_order_breaks_ties_at_the_next_budget():
         arm(name, "64", right(k)) for name, k in (("a", 6), ("b", 9), ("c", 6))
     ]
     made = policy_accuracy(table(*parts), draws=50)
-    assert [name for name, _ in policies_in_order(made, "forced")] == ["b", "a", "c"]
+    assert [name for name, *_ in policies_in_order(made, "forced")] == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize(
