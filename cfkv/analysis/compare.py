@@ -23,6 +23,7 @@ RANDOM = "random"
 SIGNIFICANCE = 0.05
 NAN = math.nan
 NO_PROMPT_LENGTHS = "forced mode feeds the reasoning as well: pass the table traces for the prompt lengths"
+READ_AT_ONCE = "at most one eviction a row: the reasoning may have been read at once, outside these seconds"
 SIMULATED = "eviction is simulated by masks"
 
 
@@ -56,7 +57,8 @@ def policy_accuracy(
         Wilson's of the problems, since no resample differs there). `accuracy_completed` leaves out the rows that were
         stopped at the cap: it flatters whatever rambles, and stands beside the rate of caps for that reason. NaN, or
         null for bytes, where there is no number, with `nan_reason` for accuracy and interval and `cost_reason` for
-        seconds and bytes. Seconds and bytes of simulated eviction tell nothing and are left out.
+        seconds and bytes. Seconds and bytes of simulated eviction tell nothing and are left out, as are the seconds of
+        forced arms that evict once or never: they may read the reasoning at once, which their rows do not time.
 
     Raises
     ------
@@ -134,6 +136,8 @@ def _costs(ran: pl.DataFrame, prompt: pl.DataFrame | None) -> dict[str, Any]:
         reason = NO_PROMPT_LENGTHS if prompt is None else "a trace's prompt length is not known"
     elif not number:
         reason = "no token after the prompt"
+    elif ran["mode"][0] == "forced" and int(ran["evictions"].fill_null(0).max()) <= 1:  # type: ignore[arg-type]
+        reason = READ_AT_ONCE
     seconds = NAN if reason else float(timed["seconds"].cast(pl.Float64).sum()) / number
     return {"eviction": kind, "seconds_per_token": seconds, "peak_bytes": size, "cost_reason": reason}
 

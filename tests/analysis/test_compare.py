@@ -149,6 +149,18 @@ def test_seconds_count_from_the_end_of_the_prompt():
     assert found["cost_reason"] == "a trace's prompt length is not known"
 
 
+def test_seconds_of_a_reading_at_once_are_not_compared():
+    """A policy that evicts once has its reasoning read like a prompt, which its row does not time."""
+    traces = pl.DataFrame({"trace_id": ["t000", "t001"], "prompt_len": [60, 60]})
+    rows = arm("snapkv", "64", [1, 0], evictions=1)
+    found = one(accuracy(rows, traces=traces))
+    assert math.isnan(found["seconds_per_token"])
+    assert found["cost_reason"].startswith("at most one eviction a row")
+    assert found["peak_bytes"] == 4096
+    free = one(accuracy(arm("snapkv", "64", [1, 0], evictions=1, mode="free"), traces=traces))
+    assert not math.isnan(free["seconds_per_token"])
+
+
 @pytest.mark.parametrize(
     ("kinds", "kind", "costs"),
     [

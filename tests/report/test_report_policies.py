@@ -19,6 +19,7 @@ from cfkv import schemas
 from cfkv.report.accuracy import MAX_LABELLED, REST, accuracy_figure, accuracy_rows, spread
 from cfkv.report.figures import figures_svg, write_figures
 from cfkv.report.policies import PolicyResults, policy_results, policy_sections
+from cfkv.report.text import number
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +93,16 @@ def test_failures_and_costs_are_shown(page: str) -> None:
 
 
 def test_seconds_per_token_stand_where_prompts_are_known() -> None:
-    traces = pl.DataFrame({"trace_id": [f"t{number}" for number in range(20)], "prompt_len": [2] * 20})
+    traces = pl.DataFrame({"trace_id": [f"t{place}" for place in range(20)], "prompt_len": [2] * 20})
     found = policy_results(evaluations(), traces)
     assert found is not None
     (section,) = policy_sections(found, {})
     # .5 s for 8 fed and 2 written.
     assert {line[12] for line in section["arms"]} == {"50.0"}
+
+
+def test_zero_without_decimals() -> None:
+    assert [number(value, 0) for value in (0.0, -0.2, 0.6)] == ["0", "0", "1"]
 
 
 def test_lossless_budgets_by_hand(results: PolicyResults) -> None:
