@@ -245,8 +245,8 @@ class OnlineConfig(Config):
     )
     level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
     draws: int = Field(2000, ge=100, description="Bootstrap draws over problems.")
-    adjustment: Literal["holm", "bh"] = Field(
-        "holm", description="Of p-values over policies: Holm, or Benjamini-Hochberg."
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a budget."
     )
 
     @field_validator("policies", "budgets")

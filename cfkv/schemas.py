@@ -233,7 +233,7 @@ EVALUATIONS = Table(
     _columns(
         trace_id=STRING,
         problem_id=STRING,
-        arm=STRING,  # mode, policy with its parameters, budget: such as forced,h2o:recent_share=0.25,25%
+        arm=STRING,  # mode, policy with its parameters, budget, such as forced-h2o@recent_share=0.25-25pct
         policy=STRING,
         parameters=STRING,  # those that differ from the defaults, such as recent_share=0.25; "" if none
         budget=STRING,  # as asked: 512, 25%, 50%prompt, 64MiB
@@ -249,12 +249,13 @@ EVALUATIONS = Table(
         finish_reason=STRING,  # boxed, stop, length
         n_read=INT,  # tokens that were fed: prompt, and in forced mode the reasoning
         n_tokens=INT,  # tokens that were generated
-        kept_mean=FLOAT,  # cached tokens per KV head, mean over the steps after the prompt, layers and heads
+        n_steps=INT,  # tokens that were fed one at a time, generated or of the trace: those that the seconds are of
+        kept_mean=FLOAT,  # cached tokens per KV head, mean over those steps, layers and heads
         kept_peak=FLOAT,  # the largest such number of a step
         evictions=INT,  # steps at which something was evicted
         evicted=FLOAT,  # tokens per KV head that were evicted
         min_margin=FLOAT,  # smallest top-1 minus top-2 logit over the generated tokens
-        seconds=FLOAT,  # of this row after the prompt: its share of the batch's forwards, and its policy's own
+        seconds=FLOAT,  # of this row after what was read at once: its share of the forwards, and its policy's own
         peak_bytes=pa.int64(),  # of its cache: keys and values of all slots; null where simulated
         token_ids=pa.list_(INT),  # what was generated
         status=STRING,
@@ -316,7 +317,7 @@ POLICY_ACCURACY = Table(
         kept_peak=DOUBLE,  # largest of all rows
         evictions=DOUBLE,  # steps with an eviction, mean over rows
         evicted=DOUBLE,  # tokens per KV head, mean over rows
-        seconds_per_token=DOUBLE,  # tokens after the prompt, fed or generated
+        seconds_per_token=DOUBLE,  # of the tokens that were fed one at a time
         peak_bytes=pa.int64(),  # largest of all rows; null where a row is simulated
         nan_reason=STRING,
         cost_reason=STRING,  # why there are no seconds or bytes

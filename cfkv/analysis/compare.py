@@ -22,8 +22,6 @@ from cfkv.schemas import POLICY_ACCURACY, POLICY_COMPARISONS
 RANDOM = "random"
 SIGNIFICANCE = 0.05
 NAN = math.nan
-NO_PROMPT_LENGTHS = "forced mode feeds the reasoning as well: pass the table traces for the prompt lengths"
-READ_AT_ONCE = "at most one eviction a row: the reasoning may have been read at once, outside these seconds"
 SIMULATED = "eviction is simulated by masks"
 
 
@@ -32,8 +30,6 @@ def policy_accuracy(
     level: float = 0.95,
     draws: int = 10_000,
     seed: int = 0,
-    *,
-    traces: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
     """What every arm answered, kept and cost.
 
@@ -43,9 +39,6 @@ def policy_accuracy(
         The table of that name.
     level, draws, seed :
         Of the intervals. Every arm's generator is seeded alike, so that a row does not depend on the others.
-    traces : DataFrame, optional
-        The table of that name. Seconds count from the end of the prompt, and only this table says where that is in
-        forced mode, which feeds the reasoning too.
 
     Returns
     -------
@@ -57,8 +50,8 @@ def policy_accuracy(
         Wilson's of the problems, since no resample differs there). `accuracy_completed` leaves out the rows that were
         stopped at the cap: it flatters whatever rambles, and stands beside the rate of caps for that reason. NaN, or
         null for bytes, where there is no number, with `nan_reason` for accuracy and interval and `cost_reason` for
-        seconds and bytes. Seconds and bytes of simulated eviction tell nothing and are left out, as are the seconds of
-        forced arms that evict once or never: they may read the reasoning at once, which their rows do not time.
+        seconds and bytes. Seconds are per token that was fed one at a time (`n_steps`); what was read at once is in
+        neither. Seconds and bytes of simulated eviction tell nothing and are left out.
 
     Raises
     ------
@@ -66,7 +59,6 @@ def policy_accuracy(
         If a trace has two rows of one arm and sample.
     """
     rows = _arms.prepared(evaluations)
-    prompt = None if traces is None else traces.select("trace_id", pl.col("prompt_len").cast(pl.Int64))
     found = []
     for arm, part in rows.group_by(*ARM, maintain_order=True):
         ran, graded = part.filter("ran"), part.filter("graded")
@@ -78,7 +70,7 @@ def policy_accuracy(
         found.append(
             {
                 **dict(zip(ARM, arm, strict=True)),
-                **_costs(ran, prompt),
+                **_costs(ran),
                 "slots_mean": _arms.mean(part, "slots"),
                 "n_rows": part.height,
                 "n_graded": graded.height,
@@ -109,8 +101,8 @@ def policy_accuracy(
     return _arms.as_table(POLICY_ACCURACY, found)
 
 
-def _costs(ran: pl.DataFrame, prompt: pl.DataFrame | None) -> dict[str, Any]:
-    """Kind of eviction, seconds per token after the prompt, bytes, and why one of the latter is missing.
+def _costs(ran: pl.DataFrame) -> dict[str, Any]:
+    """Kind of eviction, seconds per token, bytes, and why one of the latter is missing.
 
     Rows that evicted nothing say nothing against the kind of the others.
     """
@@ -118,28 +110,19 @@ def _costs(ran: pl.DataFrame, prompt: pl.DataFrame | None) -> dict[str, Any]:
     kind = "mixed" if len(kinds) > 1 else kinds[0] if kinds else "none" if ran.height else None
     if "simulated" in kinds:
         return {"eviction": kind, "seconds_per_token": NAN, "cost_reason": SIMULATED}
-    size = ran["peak_bytes"].max()
-    timed = ran.filter(pl.col("seconds").is_not_nan())
-    if prompt is not None:
-        timed = timed.join(prompt, on="trace_id", how="left")
-        tokens = pl.col("n_read").cast(pl.Int64) - pl.col("prompt_len") + pl.col("n_tokens")
-    else:
-        tokens = pl.when(pl.col("mode") == "free").then(pl.col("n_tokens").cast(pl.Int64))
-    timed = timed.with_columns(tokens=tokens)
-    number = int(timed["tokens"].sum())
+    timed = ran.filter(pl.col("seconds").is_not_nan() & (pl.col("n_steps") > 0))
     reason = None
     if not ran.height:
         reason = "no row ran"
     elif not timed.height:
-        reason = "no seconds recorded"
-    elif timed["tokens"].null_count():
-        reason = NO_PROMPT_LENGTHS if prompt is None else "a trace's prompt length is not known"
-    elif not number:
-        reason = "no token after the prompt"
-    elif ran["mode"][0] == "forced" and int(ran["evictions"].fill_null(0).max()) <= 1:  # type: ignore[arg-type]
-        reason = READ_AT_ONCE
-    seconds = NAN if reason else float(timed["seconds"].cast(pl.Float64).sum()) / number
-    return {"eviction": kind, "seconds_per_token": seconds, "peak_bytes": size, "cost_reason": reason}
+        reason = "no token was fed one at a time, or no seconds were recorded"
+    seconds = NAN if reason else float(timed["seconds"].cast(pl.Float64).sum()) / int(timed["n_steps"].sum())
+    return {
+        "eviction": kind,
+        "seconds_per_token": seconds,
+        "peak_bytes": ran["peak_bytes"].max(),
+        "cost_reason": reason,
+    }
 
 
 def policy_comparisons(

@@ -301,6 +301,7 @@ class _Evaluator:
             "verdict": verdict,
             "n_read": item.read,
             "n_tokens": len(outcome.token_ids),
+            "n_steps": outcome.steps,
         }
 
     def _answer(self, row: Mapping[str, Any], generated: list[int]) -> str | None:

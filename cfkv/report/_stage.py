@@ -30,7 +30,7 @@ def run_report(run: Run, config: ReportConfig) -> Path:
     token_labels = store.collect(run.path, TOKEN_LABELS)
     graded = graded_kinds(token_labels)
     asked = recorded_config(run) or CorrelateConfig()
-    policies = policy_results(store.collect(run.path, EVALUATIONS), traces)
+    policies = policy_results(store.collect(run.path, EVALUATIONS))
     accuracy = policies.accuracy if policies else None
     write_figures(correlations, run.path / "figures", graded=graded, accuracy=accuracy)
     page = render_report(

@@ -26,16 +26,13 @@ class PolicyResults:
     lossless: pl.DataFrame
 
 
-def policy_results(evaluations: pl.DataFrame, traces: pl.DataFrame | None = None) -> PolicyResults | None:
-    """All statistics over the table `evaluations`, or None if it has no rows.
-
-    `traces` gives the lengths of the prompts, without which there are no seconds per token in forced mode.
-    """
+def policy_results(evaluations: pl.DataFrame) -> PolicyResults | None:
+    """All statistics over the table `evaluations`, or None if it has no rows."""
     if not evaluations.height:
         return None
     return PolicyResults(
         evaluations=evaluations,
-        accuracy=policy_accuracy(evaluations, traces=traces),
+        accuracy=policy_accuracy(evaluations),
         comparisons=policy_comparisons(evaluations),
         lossless=lossless_summary(lossless_budgets(evaluations)),
     )

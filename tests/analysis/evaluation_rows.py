@@ -29,6 +29,7 @@ def row(trace, policy, budget, *, correct, **changes):
         "finish_reason": None if failed else "boxed",
         "n_read": None if failed else 100,
         "n_tokens": None if failed else 10,
+        "n_steps": None if failed else 50,
         "kept_mean": None if failed else 40.0,
         "kept_peak": None if failed else 64.0,
         "evictions": None if failed else 30,

@@ -4,7 +4,6 @@ import math
 from itertools import combinations
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,29 +135,15 @@ def test_where_no_resample_differs(outcomes, method, interval, reason):
     assert found["nan_reason"] == reason
 
 
-def test_seconds_count_from_the_end_of_the_prompt():
-    """Forced: 100 read of which 60 are the prompt, 10 written: 50 tokens in 2 s. Free: 10 tokens in 2 s."""
-    forced, free = arm("h2o", "64", [1, 0]), arm("h2o", "64", [1, 0], mode="free")
-    alone = accuracy(forced, free)
-    assert one(alone, mode="free")["seconds_per_token"] == pytest.approx(0.2)
-    assert math.isnan(one(alone, mode="forced")["seconds_per_token"])
-    assert one(alone, mode="forced")["cost_reason"].startswith("forced mode feeds the reasoning")
-    traces = pl.DataFrame({"trace_id": ["t000", "t001"], "prompt_len": [60, 60]})
-    assert one(accuracy(forced, traces=traces))["seconds_per_token"] == pytest.approx(4 / 100)
-    found = one(accuracy(forced, traces=traces.head(1)))
-    assert found["cost_reason"] == "a trace's prompt length is not known"
-
-
-def test_seconds_of_a_reading_at_once_are_not_compared():
-    """A policy that evicts once has its reasoning read like a prompt, which its row does not time."""
-    traces = pl.DataFrame({"trace_id": ["t000", "t001"], "prompt_len": [60, 60]})
-    rows = arm("snapkv", "64", [1, 0], evictions=1)
-    found = one(accuracy(rows, traces=traces))
+def test_seconds_are_those_of_the_steps():
+    """50 steps in 2 s, twice: 4 / 100. A row without a step has no time that could be shared out."""
+    assert one(accuracy(arm("h2o", "64", [1, 0])))["seconds_per_token"] == pytest.approx(4 / 100)
+    mixed = arm("h2o", "64", [1]) + arm("h2o", "64", [1, 0], n_steps=0)[1:]
+    assert one(accuracy(mixed))["seconds_per_token"] == pytest.approx(2 / 50)
+    found = one(accuracy(arm("h2o", "64", [1, 0], n_steps=0)))
     assert math.isnan(found["seconds_per_token"])
-    assert found["cost_reason"].startswith("at most one eviction a row")
+    assert found["cost_reason"].startswith("no token was fed one at a time")
     assert found["peak_bytes"] == 4096
-    free = one(accuracy(arm("snapkv", "64", [1, 0], evictions=1, mode="free"), traces=traces))
-    assert not math.isnan(free["seconds_per_token"])
 
 
 @pytest.mark.parametrize(

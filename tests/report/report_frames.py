@@ -157,6 +157,7 @@ def evaluation(
         "finish_reason": "boxed",
         "n_read": PROMPT_LEN + 8,
         "n_tokens": 2,
+        "n_steps": 10,
         "kept_mean": 0.75 * (slots or 400),
         "kept_peak": float(slots or 400),
         "evictions": 3,

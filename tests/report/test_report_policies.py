@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 from matplotlib.text import Text
-from report_frames import RIGHT, correlations, empty_tables, evaluation, evaluations, frame, manifest, tables
+from report_frames import RIGHT, correlations, empty_tables, evaluation, evaluations, frame, manifest
 from test_report_html import check, render
 
 from cfkv import schemas
@@ -24,7 +24,7 @@ from cfkv.report.text import number
 
 @pytest.fixture(scope="module")
 def results() -> PolicyResults:
-    found = policy_results(evaluations(), tables()["traces"])
+    found = policy_results(evaluations())
     assert found is not None
     return found
 
@@ -92,12 +92,9 @@ def test_failures_and_costs_are_shown(page: str) -> None:
     assert arms["full", "all"][:3] == ["–", "none", "20"]
 
 
-def test_seconds_per_token_stand_where_prompts_are_known() -> None:
-    traces = pl.DataFrame({"trace_id": [f"t{place}" for place in range(20)], "prompt_len": [2] * 20})
-    found = policy_results(evaluations(), traces)
-    assert found is not None
-    (section,) = policy_sections(found, {})
-    # .5 s for 8 fed and 2 written.
+def test_seconds_per_token_are_of_the_steps(results: PolicyResults) -> None:
+    """.5 s for 10 steps."""
+    (section,) = policy_sections(results, {})
     assert {line[12] for line in section["arms"]} == {"50.0"}
 
 
