@@ -27,6 +27,7 @@ def policy_card(name: str) -> list[tuple[str, str]]:
         For an unknown name (with the nearest).
     """
     kind, policy = policy_kinds.get(name), make_policy(name)
+    simulated = policy.ragged and not policy.by_layer
     return [
         ("policy", name),
         ("what it keeps", " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())),
@@ -37,7 +38,7 @@ def policy_card(name: str) -> list[tuple[str, str]]:
         ("evicts by", SCOPES[kind.mask_scope]),
         ("protects", protected(policy)),
         ("reads", ", ".join(reads(policy)) or "positions alone"),
-        ("eviction", "simulated by masks: heads keep different numbers" if kind.ragged else "physical"),
+        ("eviction", "simulated by masks: heads keep different numbers" if simulated else "physical"),
         ("notes", "; ".join(notes(policy)) or "none"),
         ("parameters", "\n".join(parameter_lines(kind)) or "none"),
     ]
