@@ -34,6 +34,24 @@ def norm(rows: Array) -> Array:
     return found
 
 
+def minmax(values: Array) -> Array:
+    found: Array = (values - values.min()) / (values.max() - values.min())
+    return found
+
+
+def rolling_mean(values: Array) -> Array:
+    """Over 64 values, fewer at the start."""
+    return np.array([values[max(t - 63, 0) : t + 1].mean() for t in range(len(values))])
+
+
+def rolling_z(values: Array) -> Array:
+    found = [0.0]
+    for t in range(1, len(values)):
+        window = values[max(t - 63, 0) : t + 1]
+        found.append((values[t] - window.mean()) / (window.std() + 1e-6))
+    return np.array(found)
+
+
 # Attention of a window
 
 
@@ -527,11 +545,6 @@ def lazy_eviction(cache: Dense) -> Array:
                 due, seldom = np.exp((now - stamp[j]) / gap[j]), np.exp(1 / gap[j])
                 found[layer, head, j] = 2 / (1 + due) + 2 / (1 + seldom)
     return cache.per_head(found)
-
-
-def minmax(values: Array) -> Array:
-    found: Array = (values - values.min()) / (values.max() - values.min())
-    return found
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dense import Array, array
+from formulas import minmax, rolling_mean, rolling_z
 from torch import Tensor
 
 from cfkv.errors import CfkvError
@@ -45,18 +46,6 @@ def series(layers: int, seed: int = 0) -> Tensor:
     drawn = torch.rand(layers, TOKENS, generator=generator) + torch.arange(1, layers + 1)[:, None] / 8
     drawn[:, :PROMPT] += 1000
     return drawn
-
-
-def rolling_mean(values: Array) -> Array:
-    return np.array([values[max(t - 63, 0) : t + 1].mean() for t in range(len(values))])
-
-
-def rolling_z(values: Array) -> Array:
-    found = [0.0]
-    for t in range(1, len(values)):
-        window = values[max(t - 63, 0) : t + 1]
-        found.append((values[t] - window.mean()) / (window.std() + 1e-6))
-    return np.array(found)
 
 
 def ema(new: float) -> Callable[[Array], Array]:
@@ -183,5 +172,4 @@ def test_attention_times_hidden() -> None:
     mass = sum(array(rows)[layer, head].sum(axis=0) for layer in range(32) for head in range(2)) / 64
     moved = rolling_z(array(differences)[10, PROMPT:])[: TOKENS - 16 - PROMPT]
     mass = mass[PROMPT : TOKENS - 16]
-    expected = sum((term - term.min()) / (term.max() - term.min()) for term in (mass, moved))
-    same(found, expected)
+    same(found, minmax(mass) + minmax(moved))

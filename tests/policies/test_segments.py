@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from dense import Array, Dense, array
-from test_epikv import rolling_z
+from formulas import rolling_z
 from world import HEADS, LAYERS, World, thinned
 
 from cfkv.policies._base import make_policy
 from cfkv.policies._budget import Budget, keep_mask
+from cfkv.policies._segments import Segments
 
 LENGTH, PROMPT, BLOCK = 700, 40, 128
 
@@ -88,8 +89,6 @@ def test_the_last_four_layers_are_asked() -> None:
 
 def test_uniform_attention_within_a_block_has_the_largest_entropy(world: World) -> None:
     """Three blocks of 4: one token has all, two share, all share: entropies 0, ln 2, ln 4."""
-    from cfkv.policies._segments import Segments
-
     policy = make_policy("thinkv_epikv")
     table = world.fill(policy, 12, spare=0)
     row = torch.zeros(1, 1, 12)
