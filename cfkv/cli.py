@@ -23,6 +23,7 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -152,6 +153,25 @@ def correlate(
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
 
+evaluate = App(name="evaluate", help="Judge policies: by labels, or by the answers that survive a budget.")
+app.command(evaluate)
+
+
+@evaluate.command
+def online(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OnlineConfig, Flat] = OnlineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
+    whole = _layered(directory, recipe, model=model, online=config)
+    return _stages(directory, whole, execution, ["evaluate online", "compare"])
+
+
 @app.command
 def report(
     directory: Directory,
@@ -266,31 +286,30 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
-    from cfkv.listing import print_correlations, print_result
+    from cfkv.listing import print_comparison, print_correlations, print_owed, print_result
 
     failed = 0
     for name in stages:
-        if name in ("correlate", "report"):
+        if name in ("correlate", "compare", "report"):
             if session.crew.rank > 0:
                 continue
             owed = session.waiting_for(stages)
             if owed:
-                session.leave_analysis()
-                print(f"other shards still owe parts of {', '.join(owed)}; the last shard, or a later")
-                print(
-                    f"`cfkv correlate {session.run.path}` and `cfkv report {session.run.path}`, finishes the run"
-                )
+                print_owed(session, name, owed)
                 break
         if name == "report":
             print(f"report: {session.report()}")
             continue
         family, _, kind = name.partition(":")
-        result = session.label(kind) if family == "label" else getattr(session, family)()
+        method = getattr(session, family.replace(" ", "_"))
+        result = method(kind) if kind else method()
         failed += result.failed
         if session.crew.speaks:
             print_result(session.run, result, shared=session.crew.count > 1)
             if name == "correlate":
                 print_correlations(session.run)
+            elif name == "compare":
+                print_comparison(session.run)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -199,6 +200,61 @@ class CorrelateConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of the bootstrap.")
 
 
+def _split_outside_brackets(value: tuple[str, ...]) -> tuple[str, ...]:
+    names = (name.strip() for text in value for name in re.split(r",(?![^\[]*\])", text))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+class OnlineConfig(Config):
+    """Which policies are run at which budgets."""
+
+    policies: tuple[str, ...] = Field(
+        ("streaming_llm", "h2o", "tova", "snapkv_decode", "r_kv", "knorm", "keydiff", "epikv", "avokv_e"),
+        description="Names, such as h2o or h2o:recent_share=0.25, or all; `cfkv ls policies` lists them. full and "
+        "random are always there.",
+    )
+    budgets: tuple[str, ...] = Field(
+        ("12.5%", "25%", "50%"),
+        description="512 (tokens per KV head, all in), 25% (of what follows the prompt, beside it), 50%prompt, 64MiB.",
+    )
+    mode: Literal["forced", "free"] = Field(
+        "forced",
+        description="forced: the trace's own reasoning is fed, and only the answer is generated; free: the model "
+        "writes everything.",
+    )
+    items: Literal["auto", "correct", "all"] = Field(
+        "auto",
+        description="Traces that are run: all, or those that are correct; auto: correct ones when forced, else all.",
+    )
+    label: str = Field("occlusion", description="Label kind that oracle policies are made from.")
+    positions: Literal["absolute", "compact", "slot"] = Field(
+        "absolute",
+        description="Rotary position of a new token: its own, or the number of cached tokens, with kept keys rotated "
+        "together (compact) or as they are (slot).",
+    )
+    samples: int = Field(1, ge=1, description="Answers per item; 1 is greedy.")
+    temperature: float = Field(0.6, gt=0, description="Of several samples.")
+    seed: int = Field(0, ge=0, description="Seed of samples and of policies that draw.")
+    max_new_tokens: int = Field(512, ge=1, description="Cap on what is generated.")
+    simulate: bool = Field(
+        False, description="Mask evicted entries instead of overwriting them; the same answers."
+    )
+    keep_sets: bool = Field(False, description="Store the positions that are left after each eviction.")
+    answer_match: Literal["exact", "math"] = Field(
+        "exact", description="When two answers are the same: normalised string, or math-verify."
+    )
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    draws: int = Field(2000, ge=100, description="Bootstrap draws over problems.")
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a budget."
+    )
+
+    @field_validator("policies", "budgets")
+    @classmethod
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _split_outside_brackets(value)
+
+
 class ReportConfig(Config):
     """What the report shows."""
 
@@ -254,6 +310,7 @@ class Recipe(Config):
     label: tuple[LabelConfig, ...] = (LabelConfig(),)
     probe: ProbeConfig = ProbeConfig()
     correlate: CorrelateConfig = CorrelateConfig()
+    online: OnlineConfig = OnlineConfig()
     report: ReportConfig = ReportConfig()
 
 

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from cfkv.config import Execution, Recipe
 from cfkv.errors import unknown_name
-from cfkv.stage import Run, StageResult
+from cfkv.stage import MANY_NAMES, Run, StageResult
 
 if TYPE_CHECKING:
+    from cfkv.session import Session
     from cfkv.validate._check import Check
     from cfkv.validate.run import Validation
 
@@ -120,9 +121,33 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def print_owed(session: Session, stage: str, owed: Sequence[str]) -> None:
+    """Say that `stage` waits for other shards, and who finishes the run."""
+    path = session.run.path
+    what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
+    print(f"other shards still owe parts of {what}; the last shard, or a later")
+    if stage == "compare":
+        print(f"`cfkv evaluate online {path}`, finishes the run")
+        return
+    session.leave_analysis()
+    print(f"`cfkv correlate {path}` and `cfkv report {path}`, finishes the run")
+
+
+def print_comparison(run: Run) -> None:
+    """Print the accuracy of every policy at every budget."""
+    from cfkv import store
+    from cfkv.analysis.policy_table import accuracy_table
+    from cfkv.schemas import POLICY_ACCURACY, POLICY_COMPARISONS
+
+    tables = (store.collect(run.path, table) for table in (POLICY_ACCURACY, POLICY_COMPARISONS))
+    Console().print(accuracy_table(*tables))
+
+
 def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
     """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
-    if result.name == "correlate":
+    if result.name in ("correlate", "compare"):
+        if result.note:
+            print(result.note)
         return
     parts = f"{result.parts_written} parts written"
     if result.parts_found:

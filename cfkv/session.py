@@ -44,6 +44,10 @@ class Session:
 
                 kind = label_kinds.get(name.removeprefix("label:"))
                 kind.settings(self._label_config(kind.name))
+        if "evaluate online" in stages:
+            from cfkv.evaluation._arms import arms
+
+            arms(self.recipe.online)
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
@@ -91,6 +95,20 @@ class Session:
 
         return run_probe(self.run, self.recipe.probe, self.execution, self.crew, self.load, self.describe)
 
+    def evaluate_online(self) -> StageResult:
+        """Run policies at budgets."""
+        from cfkv.evaluation.online import run_online
+
+        return run_online(self.run, self.recipe.online, self.execution, self.crew, self.load, self.describe)
+
+    def compare(self) -> StageResult:
+        """Compare what was evaluated."""
+        from cfkv.analysis._compare_stage import run_compare
+        from cfkv.evaluation._arms import arms
+
+        wanted = [arm.name for arm in arms(self.recipe.online)]
+        return run_compare(self.run, self.recipe.online, wanted, patient=self.crew.world_size > 1)
+
     def correlate(self) -> StageResult:
         """Correlate signals with labels."""
         from cfkv.analysis._stage import run_correlate
@@ -112,7 +130,8 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
-        names = [name for name in recorded if name == "trace" or name.startswith(("label:", "probe:"))]
+        read = ("evaluate ",) if "compare" in stages else ("trace", "label:", "probe:")
+        names = [name for name in recorded if name.startswith(read)]
         return [name for name in names if self.run.missing_parts(name)]
 
     def leave_analysis(self) -> None:
@@ -141,7 +160,11 @@ class Session:
         for name in stages:
             if name == "probe":
                 names += [f"probe:{group}" for group in self.recipe.probe.groups]
-            elif name not in ("correlate", "report"):
+            elif name == "evaluate online":
+                from cfkv.evaluation._arms import arms
+
+                names += [f"{name}:{arm.name}" for arm in arms(self.recipe.online)]
+            elif name not in ("correlate", "compare", "report"):
                 names.append(name)
         return names
 

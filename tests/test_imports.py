@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "labels": frozenset({"models", "traces", "foundation"}),
     "signals": frozenset({"models", "traces", "foundation"}),
     "analysis": frozenset({"foundation"}),
+    "policies": frozenset({"foundation"}),
+    "evaluation": frozenset({"models", "policies", "traces", "analysis", "foundation"}),
     "report": frozenset({"analysis", "foundation"}),
     "validate": frozenset({"analysis", "foundation"}),
     "loader": frozenset({"foundation"}),

@@ -152,6 +152,12 @@ def layer_types(config: Any) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
+def layer_windows(model: nn.Module) -> list[int | None]:
+    """The sliding window of each layer; None: it sees everything."""
+    window = getattr(model.config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_types(model.config)]
+
+
 def masks_from_positions(
     model: nn.Module,
     queries: Tensor,
@@ -190,6 +196,12 @@ def masks_from_positions(
     if getattr(config, "layer_types", None):
         return prepared
     return prepared[layer_types(config)[0]]
+
+
+def placeholder_mask(model: nn.Module) -> Mask:
+    """A mask for an attention function that reads none: handed over so that the model builds none of its own."""
+    only = torch.zeros(1, dtype=torch.int64)
+    return masks_from_positions(model, only, only)
 
 
 def _for_kernel(config: Any, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -320,6 +332,37 @@ def unrotate(module: nn.Module, keys: Tensor, cosine: Tensor, sine: Tensor) -> T
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     scale = cosine.square() + sine.square()  # 1 but for rounding, or the squared factor of scaled angles
     return rotate(keys, keys, cosine / scale, -sine / scale)[1]
+
+
+def rotate(module: nn.Module, keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """The rotary embedding of keys [batch, kv_heads, tokens, head_dim] by angles [batch, tokens, rotated dims]."""
+    return sys.modules[type(module).__module__].apply_rotary_pos_emb(keys, keys, cosine, sine)[1]
+
+
+def rotary_tables(model: nn.Module, positions: int, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and sine [positions, rotated dims] of every layer, in the dtype and on the device of `like`.
+
+    Raises
+    ------
+    CfkvError
+        If the decoder has no rotary embedding of its own.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model  # type: ignore[operator]
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        raise CfkvError(
+            f"{type(model).__name__} has no rotary embedding that cfkv can call, so that keys cannot be moved to "
+            "compact positions; use --positions absolute, and leave out policies that rotate their keys"
+        )
+    places = torch.arange(positions, device=like.device)[None]
+    by_type = "layer_type" in inspect.signature(rotary.forward).parameters
+    tables: dict[str, tuple[Tensor, Tensor]] = {}
+    kinds = layer_types(model.config)
+    for kind in kinds:
+        if kind not in tables:
+            cosine, sine = rotary(like, places, kind) if by_type else rotary(like, places)
+            tables[kind] = cosine[0], sine[0]
+    return [tables[kind] for kind in kinds]
 
 
 def own_cache(model: nn.Module) -> DynamicCache:

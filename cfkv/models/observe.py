@@ -8,7 +8,7 @@ own kernel, so the output is that of the model untouched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,15 +106,19 @@ def observing_attention(model: nn.Module, tap: AttentionTap, *, rotary: bool = F
         )
         return compat.attention_kernel(module, original)(module, query, key, value, attention_mask, **options)
 
-    with _hooks() as handles:
-        if rotary:
-            for index, layer in enumerate(compat.decoder_layers(model)):
-                module = compat.block_part(layer, "attention", index)
-                handles.append(
-                    module.register_forward_pre_hook(_rotary_hook(angles, index), with_kwargs=True)
-                )
+    with tapping_rotary(model, angles) if rotary else nullcontext():
         with compat.replaced_attention(model, attend) as original:
             yield
+
+
+@contextmanager
+def tapping_rotary(model: nn.Module, angles: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put the rotary angles [batch, tokens, rotated dims] of each layer's attention into `angles` as they come."""
+    with _hooks() as handles:
+        for index, layer in enumerate(compat.decoder_layers(model)):
+            module = compat.block_part(layer, "attention", index)
+            handles.append(module.register_forward_pre_hook(_rotary_hook(angles, index), with_kwargs=True))
+        yield
 
 
 @contextmanager

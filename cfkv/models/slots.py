@@ -37,6 +37,13 @@ class SlotLayer(DynamicLayer):
         self._show(stop)
         return self.keys, self.values  # type: ignore[return-value]
 
+    def adopt(self, keys: Tensor, values: Tensor) -> None:
+        """Use these buffers [batch, kv_heads, slots, head_dim]; their content is not looked at."""
+        self.buffers, self.capacity = (keys, values), keys.shape[2]
+        self.device, self.dtype = keys.device, keys.dtype
+        self.is_initialized = True
+        self._show(0)
+
     def truncate(self, length: int) -> None:
         """Forget all slots from `length` on."""
         if self.buffers is not None:

@@ -22,7 +22,10 @@ RECIPE = {
     "label": [{"kind": "occlusion", "window": 8, "stride": 8, "max_new_tokens": 16}],
     "correlate": {"draws": 100, "smoothings": ["raw"]},
 }
-ABSENT = {"eviction_kl", "head_agreement", "gate_signals", "evaluations", "keep_sets"}
+ABSENT = {
+    *("eviction_kl", "head_agreement", "gate_signals", "evaluations", "keep_sets"),
+    *("policy_accuracy", "policy_comparisons", "lossless_budgets", "offline_online"),
+}
 OWED = "other shards still owe parts of trace, label:occlusion"
 
 

@@ -1,0 +1,1 @@
+"""Policies judged: against labels (`offline`), and by the answers that survive a budget (`online`)."""
