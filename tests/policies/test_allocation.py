@@ -198,7 +198,7 @@ def test_the_faithful_manifoldkv_of_page_can_be_named() -> None:
 # ChunkKV
 
 
-@pytest.mark.parametrize("slots", [42, 45, 60, 99, 149])
+@pytest.mark.parametrize("slots", [42, 45, 52, 60, 62, 99, 149])
 def test_whole_chunks(slots: int, world: World) -> None:
     """118 tokens before the window: 11 chunks of 10 and one of 8. The best that fit, in order of their score."""
     policy = make_policy("chunkkv")

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ def test_the_victim_is_what_one_slot_less_drops(table: tuple[Tensor, Tensor, Ten
 
 
 @few
+@example(hundredths=29, tokens=100)
 @given(hundredths=st.integers(0, 100), tokens=counts)
 def test_a_fraction_is_rounded_down(hundredths: int, tokens: int) -> None:
     """The exact product, so .29 of 100 is 29 although .29 * 100 < 29 in floats."""

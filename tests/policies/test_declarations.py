@@ -13,14 +13,13 @@ HARNESS = ("global", "every step", (40, 16), (40, 128))  # prompt and min(128, K
 PAGE = ("global", "once", (4, 32), (4, 32))
 AVOKV = ("kv_head", "every 128 steps", (4, 32), (4, 8))
 WINDOW = ("kv_head", "once", (0, 32), (0, 32))
-ORACLE = ("global", "every step", (40, 0), (40, 0))
 NOTHING = (0, 0)
 EXPECTED = {
     "full": ("global", "never", NOTHING, NOTHING),
-    "random": ORACLE,
-    "oracle": ORACLE,
-    "anti_oracle": ORACLE,
-    "shuffled_oracle": ORACLE,
+    "random": HARNESS,
+    "oracle": HARNESS,
+    "anti_oracle": HARNESS,
+    "shuffled_oracle": HARNESS,
     "random_page": PAGE,
     "streaming_llm": ("global", "every step", (4, 0), (4, 0)),
     "streaming_llm_rerotated": ("global", "every step", (4, 0), (4, 0)),
