@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
-from dense import Dense
-from formulas import chunk_means, lagkv, manifoldkv, snapkv
+from dense_cache import Dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_formulas import chunk_means, lagkv, manifoldkv, snapkv
 from torch import Tensor
 from world import KV_HEADS, LAYERS, Table, World
 

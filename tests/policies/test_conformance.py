@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense import Dense, array
+from dense_cache import Dense, array
 from torch import Tensor
 from world import DIM, HEADS, KV_HEADS, LAYERS, Table, World, by_token
 

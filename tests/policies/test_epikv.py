@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from dense import Array, array
-from formulas import minmax, rolling_mean, rolling_z
+from dense_cache import Array, array
+from policy_formulas import minmax, rolling_mean, rolling_z
 from torch import Tensor
 
 from cfkv.errors import CfkvError

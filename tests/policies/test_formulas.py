@@ -1,12 +1,12 @@
-"""Every policy's score against its formula in float64 (formulas.py), before and after an eviction."""
+"""Every policy's score against its formula in float64 (policy_formulas.py), before and after an eviction."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from dense import Dense, array
-from formulas import CASES, Case
+from dense_cache import Dense, array
+from policy_formulas import CASES, Case
 from world import World, by_token, thinned
 
 from cfkv.policies._base import make_policy, policy_kinds

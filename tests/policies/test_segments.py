@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dense import Array, Dense, array
-from formulas import rolling_z
+from dense_cache import Array, Dense, array
+from policy_formulas import rolling_z
 from world import HEADS, LAYERS, World, thinned
 
 from cfkv.policies._base import make_policy

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from dense import Array, Dense
+from dense_cache import Array, Dense
 from world import HEADS, KV_HEADS, LAYERS, Table, World
 
 from cfkv.policies._base import Policy, State, make_policy

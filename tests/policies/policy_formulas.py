@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from dense import Array, Dense
+from dense_cache import Array, Dense
 from scipy.stats import rankdata
 from world import DIM, HEADS, KV_HEADS, LAYERS
 
