@@ -224,6 +224,15 @@ def test_ties_go_to_the_later_token(world: World) -> None:
     assert sorted(table.tokens[keep].tolist()) == list(range(LENGTH - 7, LENGTH))
 
 
+@pytest.mark.parametrize("name", ["snapkv", "snapkv_decode", "pyramidkv", "chunkkv", "r_kv"])
+def test_a_window_is_above_all_that_is_scored(name: str, world: World) -> None:
+    """It says so where nobody looks at protection, e.g. when a score is held against labels."""
+    policy = make_policy(name)
+    found = scores(world, policy)
+    before = LENGTH - policy.window
+    assert (found[..., before:].min(axis=-1) > found[..., :before].max(axis=-1)).all()
+
+
 def test_identical_query_heads_agree_with_one(world: World) -> None:
     """The group's mean changes nothing where its heads are the same: SnapKV per query head is SnapKV per KV head."""
     world.queries[:, 1::2] = world.queries[:, ::2]
