@@ -24,6 +24,7 @@ from cfkv.config import (
     LabelConfig,
     ModelConfig,
     OfflineConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -153,7 +154,7 @@ def correlate(
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
 
-evaluate = App(name="evaluate", help="Put eviction policies to the test.")
+evaluate = App(name="evaluate", help="Judge policies: by labels, or by the answers that survive a budget.")
 app.command(evaluate)
 
 
@@ -169,7 +170,22 @@ def offline(
 ) -> int:
     """Hold policies' scores against labels, without decoding; prints which beat chance."""
     whole = _layered(directory, recipe, model=model, offline=config)
-    return _stages(directory, whole, execution, ["offline"])
+    return _stages(directory, whole, execution, ["evaluate offline", "validity"])
+
+
+@evaluate.command
+def online(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OnlineConfig, Flat] = OnlineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
+    whole = _layered(directory, recipe, model=model, online=config)
+    return _stages(directory, whole, execution, ["evaluate online", "compare"])
 
 
 @app.command
@@ -219,12 +235,17 @@ def validate(directory: Annotated[Path, Parameter(help="Run directory to check."
 
 @app.command(name="ls")
 def list_members(
-    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")], /
+    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")],
+    name: Annotated[str | None, Parameter(help="A policy, whose card is printed.")] = None,
+    /,
 ) -> int:
-    """List what can be named: signals, labels, policies, problems, models or benches."""
-    from cfkv.listing import print_family
+    """List what can be named: signals, labels, policies, problems, models or benches; or one policy's card."""
+    from cfkv.listing import print_card, print_family
 
-    print_family(family)
+    if name is None:
+        print_family(family)
+    else:
+        print_card(family, name)
     return DONE
 
 
@@ -308,33 +329,38 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
-    from cfkv.listing import print_correlations, print_result, print_validity
+    from cfkv.listing import (
+        print_comparison,
+        print_correlations,
+        print_owed,
+        print_result,
+        print_validity,
+    )
 
     failed = 0
     for name in stages:
-        if name in ("correlate", "report"):
+        if name in ("correlate", "compare", "validity", "report"):
             if session.crew.rank > 0:
                 continue
             owed = session.waiting_for(stages)
             if owed:
-                session.leave_analysis()
-                print(f"other shards still owe parts of {', '.join(owed)}; the last shard, or a later")
-                print(
-                    f"`cfkv correlate {session.run.path}` and `cfkv report {session.run.path}`, finishes the run"
-                )
+                print_owed(session, name, owed)
                 break
         if name == "report":
             print(f"report: {session.report()}")
             continue
         family, _, kind = name.partition(":")
-        result = session.label(kind) if family == "label" else getattr(session, family)()
+        method = getattr(session, family.replace(" ", "_"))
+        result = method(kind) if kind else method()
         failed += result.failed
         if session.crew.speaks:
             print_result(session.run, result, shared=session.crew.count > 1)
             if name == "correlate":
                 print_correlations(session.run)
-            elif name == "offline":
-                print_validity(session.run, session.validity(), session.recipe.offline)
+            elif name == "compare":
+                print_comparison(session.run)
+            elif name == "validity":
+                print_validity(session.run, session.recipe.offline)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

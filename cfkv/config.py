@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -218,13 +219,18 @@ class CorrelateConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of the bootstrap.")
 
 
+def _split_outside_brackets(value: tuple[str, ...]) -> tuple[str, ...]:
+    names = (name.strip() for text in value for name in re.split(r",(?![^\[]*\])", text))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
 class OfflineConfig(Config):
     """How policies are held against labels, without decoding."""
 
-    policy: tuple[str, ...] = Field(
+    policies: tuple[str, ...] = Field(
         ("all",),
-        description="A policy, with parameters as name:parameter=value;parameter=value; may be repeated. "
-        "`cfkv ls policies` lists them; all: every one that chooses by a score. random and position are always there.",
+        description="Names, such as h2o or h2o:recent_share=0.25, or all that choose by a score; `cfkv ls policies` "
+        "lists them. random and position are always there.",
     )
     kinds: tuple[str, ...] = Field(
         ("all",), description="Label kinds of the run; all: every one but the control `null`."
@@ -244,8 +250,8 @@ class OfflineConfig(Config):
         lt=1,
         description="As for correlate: the share of a graded kind's tokens that is important.",
     )
-    adjust: Literal["holm", "bh"] = Field(
-        "holm", description="Correction over policies: Holm, or Benjamini-Hochberg."
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a measure."
     )
     draws: int = Field(
         10_000,
@@ -255,11 +261,10 @@ class OfflineConfig(Config):
     level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
     seed: int = Field(0, ge=0, description="Seed of random scores, of shuffled labels, and of the bootstrap.")
 
-    @field_validator("kinds", "checkpoints", "budgets")
+    @field_validator("policies", "kinds", "checkpoints", "budgets")
     @classmethod
-    def _split_at_commas(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        names = (name.strip() for text in value for name in text.split(","))
-        found = tuple(dict.fromkeys(name for name in names if name))
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        found = _split_outside_brackets(value)
         if not found:
             raise ValueError("at least one is needed")
         return found
@@ -278,6 +283,56 @@ class OfflineConfig(Config):
         for text in value:
             percent(text)
         return value
+
+
+class OnlineConfig(Config):
+    """Which policies are run at which budgets."""
+
+    policies: tuple[str, ...] = Field(
+        ("streaming_llm", "h2o", "tova", "snapkv_decode", "r_kv", "knorm", "keydiff", "epikv", "avokv_e"),
+        description="Names, such as h2o or h2o:recent_share=0.25, or all; `cfkv ls policies` lists them. full and "
+        "random are always there.",
+    )
+    budgets: tuple[str, ...] = Field(
+        ("12.5%", "25%", "50%"),
+        description="512 (tokens per KV head, all in), 25% (of what follows the prompt, beside it), 50%prompt, 64MiB.",
+    )
+    mode: Literal["forced", "free"] = Field(
+        "forced",
+        description="forced: the trace's own reasoning is fed, and only the answer is generated; free: the model "
+        "writes everything.",
+    )
+    items: Literal["auto", "correct", "all"] = Field(
+        "auto",
+        description="Traces that are run: all, or those that are correct; auto: correct ones when forced, else all.",
+    )
+    label: str = Field("occlusion", description="Label kind that oracle policies are made from.")
+    positions: Literal["absolute", "compact", "slot"] = Field(
+        "absolute",
+        description="Rotary position of a new token: its own, or the number of cached tokens, with kept keys rotated "
+        "together (compact) or as they are (slot).",
+    )
+    samples: int = Field(1, ge=1, description="Answers per item; 1 is greedy.")
+    temperature: float = Field(0.6, gt=0, description="Of several samples.")
+    seed: int = Field(0, ge=0, description="Seed of samples and of policies that draw.")
+    max_new_tokens: int = Field(512, ge=1, description="Cap on what is generated.")
+    simulate: bool = Field(
+        False, description="Mask evicted entries instead of overwriting them; the same answers."
+    )
+    keep_sets: bool = Field(False, description="Store the positions that are left after each eviction.")
+    answer_match: Literal["exact", "math"] = Field(
+        "exact", description="When two answers are the same: normalised string, or math-verify."
+    )
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    draws: int = Field(2000, ge=100, description="Bootstrap draws over problems.")
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a budget."
+    )
+
+    @field_validator("policies", "budgets")
+    @classmethod
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _split_outside_brackets(value)
 
 
 class ReportConfig(Config):
@@ -300,6 +355,10 @@ class BenchConfig(Config):
     candidates: int = Field(64, ge=2, description="For oracle, single removals.")
     horizon: int = Field(8, ge=1, description="For oracle, tokens that are replayed.")
     tokens: int = Field(2048, ge=64, description="For probe, tokens of the input.")
+    slots: int = Field(1024, ge=64, description="For decode, tokens per KV head.")
+    steps: int = Field(32, ge=4, description="For decode, tokens that are written and timed.")
+    positions: int = Field(4000, ge=128, description="For decode, length of the long text.")
+    sequences: int = Field(8, ge=2, description="For decode, sequences of a batch.")
     chunk_size: int = Field(512, ge=1, description="Most tokens per forward.")
 
 
@@ -336,6 +395,7 @@ class Recipe(Config):
     probe: ProbeConfig = ProbeConfig()
     correlate: CorrelateConfig = CorrelateConfig()
     offline: OfflineConfig = OfflineConfig()
+    online: OnlineConfig = OnlineConfig()
     report: ReportConfig = ReportConfig()
 
 

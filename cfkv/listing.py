@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cfkv.config import Execution, OfflineConfig, Recipe
-from cfkv.errors import unknown_name
-from cfkv.stage import Run, StageResult
+from cfkv.errors import CfkvError, unknown_name
+from cfkv.stage import MANY_NAMES, Run, StageResult
 
 if TYPE_CHECKING:
-    import polars as pl
-
+    from cfkv.session import Session
     from cfkv.validate._check import Check
     from cfkv.validate.run import Validation
 
@@ -88,6 +88,24 @@ def print_family(family: str) -> None:
     Console().print(family_table(family))
 
 
+def print_card(family: str, name: str) -> None:
+    """Print the card of one policy.
+
+    Raises
+    ------
+    CfkvError
+        For another family, or an unknown name.
+    """
+    if family != "policies":
+        raise CfkvError(f"only policies have cards, not {family!r}; write `cfkv ls {family}`")
+    from cfkv.policies._card import policy_card
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for heading, text in policy_card(name):
+        table.add_row(heading, Text(text))
+    Console().print(table)
+
+
 def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> None:
     """Print the costs of `stages`; analysis stages cost seconds and are left out."""
     from cfkv.plan import plan
@@ -122,9 +140,34 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def print_owed(session: Session, stage: str, owed: Sequence[str]) -> None:
+    """Say that `stage` waits for other shards, and who finishes the run."""
+    path = session.run.path
+    what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
+    print(f"other shards still owe parts of {what}; the last shard, or a later")
+    if stage in ("compare", "validity"):
+        command = "evaluate online" if stage == "compare" else "evaluate offline"
+        print(f"`cfkv {command} {path}`, finishes the run")
+        return
+    session.leave_analysis()
+    print(f"`cfkv correlate {path}` and `cfkv report {path}`, finishes the run")
+
+
+def print_comparison(run: Run) -> None:
+    """Print the accuracy of every policy at every budget."""
+    from cfkv import store
+    from cfkv.analysis.policy_table import accuracy_table
+    from cfkv.schemas import POLICY_ACCURACY, POLICY_COMPARISONS
+
+    tables = (store.collect(run.path, table) for table in (POLICY_ACCURACY, POLICY_COMPARISONS))
+    Console().print(accuracy_table(*tables))
+
+
 def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
     """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
-    if result.name == "correlate":
+    if result.name in ("correlate", "compare", "validity"):
+        if result.note:
+            print(result.note)
         return
     parts = f"{result.parts_written} parts written"
     if result.parts_found:
@@ -147,13 +190,13 @@ def print_correlations(run: Run) -> None:
     Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))
 
 
-def print_validity(run: Run, summary: pl.DataFrame | None, config: OfflineConfig) -> None:
-    """Every judged policy against each label, for a person; None: parts are still owed."""
+def print_validity(run: Run, config: OfflineConfig) -> None:
+    """Print every judged policy against each label."""
+    from cfkv import store
     from cfkv.analysis.validity_summary import validity_tables
+    from cfkv.schemas import VALIDITY_SUMMARY
 
-    if summary is None:
-        print(f"other shards still owe parts; a later `cfkv evaluate offline {run.path}` sums up")
-        return
+    summary = store.collect(run.path, VALIDITY_SUMMARY)
     if summary.is_empty():
         print("no trace is labelled, so that no policy can be held against anything; `token_labels` says why")
     for table in validity_tables(summary, config):

@@ -38,7 +38,7 @@ class Cost:
 
 
 def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
-    """Costs of `stages` (trace, label:KIND, probe, offline) in this order.
+    """Costs of `stages` (trace, label:KIND, probe, evaluate offline) in this order.
 
     Lengths come from the traces table where it is complete, from the tokenised texts otherwise, with the
     generation cap as the length of what is not written yet.
@@ -53,7 +53,7 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
             costs += _probe(recipe, lengths, execution, bound=not made)
-        elif name == "offline":
+        elif name == "evaluate offline":
             costs.append(_offline(recipe, lengths, execution))
     return costs
 
@@ -140,7 +140,7 @@ def _probe(
 def _offline(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
     """One pass up to the answer, shared by all policies; none if stored signals are enough, so a bound."""
     config = recipe.offline
-    policies = len(named_policies(config.policy))
+    policies = len(named_policies(config.policies))
     tokens = sum(length.answer_start for length in lengths)
     forwards = sum(-(-length.answer_start // execution.chunk_size) for length in lengths)
     rows = policies * len(lengths) * len(config.checkpoints) * (5 + 3 * len(config.budgets))

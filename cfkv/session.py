@@ -12,8 +12,6 @@ from cfkv.stage import Run, StageResult
 from cfkv.workers import Workers, check_placement, workers
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from cfkv.models.loading import LoadedModel
 
 
@@ -46,14 +44,18 @@ class Session:
 
                 kind = label_kinds.get(name.removeprefix("label:"))
                 kind.settings(self._label_config(kind.name))
+        if "evaluate online" in stages:
+            from cfkv.evaluation._arms import arms
+
+            arms(self.recipe.online)
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
             check_groups(self.recipe.probe)
-        if "offline" in stages:
+        if "evaluate offline" in stages:
             from cfkv.evaluation._names import named_policies
 
-            named_policies(self.recipe.offline.policy)
+            named_policies(self.recipe.offline.policies)
 
     def load(self) -> LoadedModel:
         """The model, loaded on the first call."""
@@ -97,6 +99,20 @@ class Session:
 
         return run_probe(self.run, self.recipe.probe, self.execution, self.crew, self.load, self.describe)
 
+    def evaluate_online(self) -> StageResult:
+        """Run policies at budgets."""
+        from cfkv.evaluation.online import run_online
+
+        return run_online(self.run, self.recipe.online, self.execution, self.crew, self.load, self.describe)
+
+    def compare(self) -> StageResult:
+        """Compare what was evaluated."""
+        from cfkv.analysis._compare_stage import run_compare
+        from cfkv.evaluation._arms import arms
+
+        wanted = [arm.name for arm in arms(self.recipe.online)]
+        return run_compare(self.run, self.recipe.online, wanted, patient=self.crew.world_size > 1)
+
     def correlate(self) -> StageResult:
         """Correlate signals with labels."""
         from cfkv.analysis._stage import run_correlate
@@ -105,14 +121,14 @@ class Session:
             self.run, self.recipe.correlate, self.execution, patient=self.crew.world_size > 1
         )
 
-    def offline(self) -> StageResult:
+    def evaluate_offline(self) -> StageResult:
         """Hold policies against labels."""
         from cfkv.evaluation.offline import run_offline
 
         return run_offline(self.run, self.recipe.offline, self.execution, self.crew, self.load, self.describe)
 
-    def validity(self) -> pl.DataFrame | None:
-        """The summary over traces of every judged policy; None while other shards owe parts."""
+    def validity(self) -> StageResult:
+        """Sum up all judged policies over traces."""
         from cfkv.evaluation._summary import run_summary
 
         return run_summary(self.run, self.recipe.offline, patient=self.crew.world_size > 1)
@@ -130,7 +146,13 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
-        names = [name for name in recorded if name == "trace" or name.startswith(("label:", "probe:"))]
+        if "validity" in stages:
+            from cfkv.evaluation.offline import recorded_names
+
+            own = recorded_names(self.run, self.recipe.offline)
+            return [name for name in own if self.run.missing_parts(name)]
+        read = ("evaluate online",) if "compare" in stages else ("trace", "label:", "probe:")
+        names = [name for name in recorded if name.startswith(read)]
         return [name for name in names if self.run.missing_parts(name)]
 
     def leave_analysis(self) -> None:
@@ -159,11 +181,15 @@ class Session:
         for name in stages:
             if name == "probe":
                 names += [f"probe:{group}" for group in self.recipe.probe.groups]
-            elif name == "offline":
+            elif name == "evaluate online":
+                from cfkv.evaluation._arms import arms
+
+                names += [f"{name}:{arm.name}" for arm in arms(self.recipe.online)]
+            elif name == "evaluate offline":
                 from cfkv.evaluation.offline import recorded_names
 
                 names += recorded_names(self.run, self.recipe.offline)
-            elif name not in ("correlate", "report"):
+            elif name not in ("correlate", "compare", "validity", "report"):
                 names.append(name)
         return names
 

@@ -29,7 +29,7 @@ from cfkv.writer import Writer
 
 POLL_SECONDS, SAY_SECONDS = 0.5, 5.0
 STALL_SECONDS = 1800.0
-MOST_NAMED = 8
+MANY_NAMES = 8  # that still fit a progress line
 RECORD_KEYS = frozenset({"fingerprint", "identity", "n_parts", "n_items", "outputs"})
 
 
@@ -93,12 +93,11 @@ JointProcess = Callable[[int, Sequence[Job], Callable[[int], None]], Sequence[Co
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """`probe:hidden+kv` for probe:hidden and probe:kv; many are counted."""
+    """`probe:hidden+kv` for probe:hidden and probe:kv; only the number of many."""
     family, colon, _ = names[0].partition(":")
-    members = [name.partition(":")[2] for name in names]
-    if len(members) > MOST_NAMED:
-        members = [members[0], f"{len(members) - 1} more"]
-    return family + colon + "+".join(members)
+    if len(names) > MANY_NAMES:
+        return f"{family}, {len(names)} at once"
+    return family + colon + "+".join(name.partition(":")[2] for name in names)
 
 
 class Run:

@@ -42,7 +42,7 @@ class PartState(Enum):
 def folder(run: Path, table: Table, value: str | None = None) -> Path:
     """The folder of a table, or of its partition `value`; what a folder's name should not have is percent-encoded."""
     base = run / table.name
-    return base if table.partition is None else base / f"{table.partition}={quote(str(value), safe='=,+')}"
+    return base if table.partition is None else base / f"{table.partition}={quote(str(value), safe='=,+@()')}"
 
 
 def part_path(run: Path, table: Table, value: str | None, index: int) -> Path:

@@ -23,6 +23,7 @@ from cfkv.config import (
     LabelConfig,
     ModelConfig,
     OfflineConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -37,8 +38,8 @@ from cfkv.config import (
 from cfkv.errors import CfkvError
 
 RESULT_CONFIGS = (
-    *(ModelConfig, TraceConfig, LabelConfig, ProbeConfig, CorrelateConfig, OfflineConfig),
-    ReportConfig,
+    *(ModelConfig, TraceConfig, LabelConfig, ProbeConfig),
+    *(CorrelateConfig, OfflineConfig, OnlineConfig, ReportConfig),
 )
 leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 tree = st.recursive(
@@ -189,7 +190,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
         (
             [1],
             [
-                "r.yaml must be a mapping of stages (model, trace, label, probe, correlate, offline, report), not [1]"
+                "r.yaml must be a mapping of stages (model, trace, label, probe, correlate, offline, online, report), "
+                "not [1]"
             ],
         ),
         ("trace", ["must be a mapping of stages", "not 'trace'"]),

@@ -15,8 +15,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from cfkv.analysis.intervals import Estimate, too_few, within_interval
-from cfkv.analysis.multiplicity import benjamini_hochberg, holm
-from cfkv.analysis.resampling import bootstrap_mean, cluster_counts
+from cfkv.analysis.multiplicity import adjust
+from cfkv.analysis.resampling import bootstrap_trace_mean, cluster_counts
 from cfkv.config import OfflineConfig
 from cfkv.schemas import VALIDITY_SUMMARY
 
@@ -27,8 +27,7 @@ REFERENCES = ("random", "position")
 RANK_CORRELATIONS = ("rho", "rho_value")
 CELL = ("kind", "checkpoint", "measure", "share")
 SIGNIFICANCE = 0.05
-ADJUST = {"holm": holm, "bh": benjamini_hochberg}
-ADJUST_NAMES = {"holm": "Holm", "bh": "Benjamini-Hochberg"}
+CORRECTIONS = {"holm": "Holm", "benjamini_hochberg": "Benjamini-Hochberg"}
 
 
 def summarise(validity: pl.DataFrame, config: OfflineConfig) -> pl.DataFrame:
@@ -39,7 +38,7 @@ def summarise(validity: pl.DataFrame, config: OfflineConfig) -> pl.DataFrame:
     validity : DataFrame
         The table `policy_validity`.
     config : OfflineConfig
-        `draws`, `level`, `adjust`, `seed`.
+        `draws`, `level`, `correction`, `seed`.
 
     Returns
     -------
@@ -125,7 +124,7 @@ def _cell(
                 rows.append(
                     _row(cell, name, reference, pairs, _bootstrapped(pairs, counts, config, null=0.0), config)
                 )
-        adjusted = ADJUST[config.adjust]([row["pvalue"] for row in rows])
+        adjusted = adjust([row["pvalue"] for row in rows], config.correction)
         made = int(np.isfinite(adjusted).sum())
         for row, pvalue in zip(rows, adjusted, strict=True):
             yield {**row, "adjusted_pvalue": float(pvalue), "n_policies": made}
@@ -134,7 +133,7 @@ def _cell(
 def _bootstrapped(
     series: _Series, counts: NDArray[np.float64], config: OfflineConfig, null: float | None = None
 ) -> Estimate:
-    found = bootstrap_mean(series.values, series.clusters, counts, config.level, null)
+    found = bootstrap_trace_mean(series.values, series.clusters, counts, config.level, null)
     known = np.isfinite(series.values)
     few = too_few(int(known.sum()), np.unique(series.clusters[known]).size)
     if few and found.reason is None:
@@ -232,7 +231,7 @@ def _table(kind: str, checkpoint: str, frame: pl.DataFrame, config: OfflineConfi
         f"{whole['n_candidates']:,} tested tokens, {whole['n_important']:,} of them important. Brackets: "
         f"{100 * whole['level']:g} % interval. recall, regret: with {100 * share:g} % of the tested tokens kept. "
         f"Against random: difference in AUROC on the same traces, p adjusted over {tests} policies "
-        f"({ADJUST_NAMES[config.adjust]}). The best of many is flattered.{_too_few_draws(tests, config)}",
+        f"({CORRECTIONS[config.correction]}). The best of many is flattered.{_too_few_draws(tests, config)}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
@@ -255,7 +254,7 @@ def _table(kind: str, checkpoint: str, frame: pl.DataFrame, config: OfflineConfi
 def _too_few_draws(tests: int, config: OfflineConfig) -> str:
     """A warning where Holm's first step cannot be passed, whatever the data say."""
     least = 2 / (config.draws + 1) * tests
-    if config.adjust != "holm" or least < SIGNIFICANCE:
+    if config.correction != "holm" or least < SIGNIFICANCE:
         return ""
     return f" With {config.draws:,} draws no adjusted p is below {least:.2f}: raise --draws."
 

@@ -1,10 +1,9 @@
-"""Policies as text: `h2o`, or `h2o:recent_share=0.25`, parameters that differ from the defaults apart by `;`."""
+"""Policies as users write them: `h2o`, or `h2o:recent_share=0.25;...`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, ClassVar
 
 import yaml
@@ -25,50 +24,40 @@ class Position(StreamingLlm):
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and parameters of `name:parameter=value;parameter=value`; values are read as YAML.
+    """Name and parameters of a text; values are YAML.
 
     Raises
     ------
     CfkvError
-        For a text of another form; whether the names exist is `make_policy`'s to say.
+        If a parameter has no value.
     """
-    name, colon, rest = text.partition(":")
-    if not name.strip() or (colon and not rest.strip()):
-        raise CfkvError(f"policy {text!r}: write name, or name:parameter=value;parameter=value")
+    name, _, rest = text.strip().partition(":")
     options: dict[str, Any] = {}
-    for setting in filter(None, (part.strip() for part in rest.split(";"))):
-        key, equals, value = (part.strip() for part in setting.partition("="))
-        if not equals or not key:
+    for piece in filter(None, (piece.strip() for piece in rest.split(";"))):
+        key, equals, value = piece.partition("=")
+        if not equals or not value.strip():
             raise CfkvError(
-                f"policy {text!r}: {setting!r} has no '='; write name:parameter=value;parameter=value"
+                f"policy {text!r}: {piece!r} is no parameter=value; write such as h2o:recent_share=0.25, several "
+                "parameters with ; between them"
             )
-        if key in options:
-            raise CfkvError(f"policy {text!r}: {key} is given twice; leave one out")
         try:
-            options[key] = yaml.safe_load(value)
+            options[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise CfkvError(
-                f"policy {text!r}: {value!r} is not valid YAML; quote it if it is plain text"
-            ) from error
-    return name.strip(), options
+            raise CfkvError(f"policy {text!r}: the value {value!r} is not valid YAML") from error
+    return name, options
 
 
 def policy_text(policy: Policy) -> str:
-    """The text that `parse_policy` reads as this policy."""
-    made: Any = policy
-    defaults = type(made)()
-    settings = [
-        f"{each.name}={_value(getattr(made, each.name))}"
-        for each in fields(made)
-        if getattr(made, each.name) != getattr(defaults, each.name)
-    ]
-    return ":".join([policy.name, ";".join(settings)] if settings else [policy.name])
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, str) and value.replace("_", "").isalnum() and yaml.safe_load(value) == value:
-        return value
-    return json.dumps(list(value) if isinstance(value, tuple) else value, separators=(",", ": "))
+    """The policy as a user would write it: parameters in alphabetical order, those at their defaults left out."""
+    changed = []
+    for each in fields(policy):  # type: ignore[arg-type]
+        default = each.default if each.default is not MISSING else None
+        default = getattr(default, "default", default)  # a pydantic Field
+        value = getattr(policy, each.name)
+        if value != default:
+            shown = list(value) if isinstance(value, tuple) else value
+            changed.append(f"{each.name}={yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}")
+    return policy.name + (":" + ";".join(sorted(changed)) if changed else "")
 
 
 def scoring_policies() -> list[Policy]:

@@ -90,6 +90,8 @@ class Reading:
         self._calls: dict[int, AttentionCall] = {}
         self._rows: Tensor | None = None
         self._newest: list[Tensor] = []
+        self._bounds = (0, 0)
+        self._tables: list[tuple[Tensor, Tensor]] | None = None
         self._differences: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
 
@@ -214,6 +216,12 @@ class Reading:
             scaling=self.scaling[0],
             seed=self.seed,
         )
+
+    def rotary_tables(self, positions: int) -> list[tuple[Tensor, Tensor]]:
+        """Cosine and sine [at least `positions`, D] of each layer."""
+        if self._tables is None or len(self._tables[0][0]) < positions:
+            self._tables = compat.rotary_tables(self.loaded.model, positions, self.keys)
+        return self._tables
 
     def _attention_of(self, queries: Tensor) -> Tensor:
         times = torch.arange(self.length - queries.shape[2], self.length, device=queries.device)

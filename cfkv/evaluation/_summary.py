@@ -11,9 +11,9 @@ from cfkv import store
 from cfkv.analysis.validity_summary import summarise
 from cfkv.config import OfflineConfig
 from cfkv.errors import CfkvError
-from cfkv.evaluation.offline import FAMILY, stage_name
+from cfkv.evaluation.offline import FAMILY, recorded_names, stage_name
 from cfkv.schemas import POLICY_VALIDITY, VALIDITY_SUMMARY
-from cfkv.stage import Output, Run, Stage
+from cfkv.stage import Output, Run, Stage, StageResult
 from cfkv.workers import Workers
 
 NAME = "validity"
@@ -34,22 +34,18 @@ def judged_policies(run: Run) -> list[str]:
     return found
 
 
-def run_summary(run: Run, config: OfflineConfig, *, patient: bool) -> pl.DataFrame | None:
+def run_summary(run: Run, config: OfflineConfig, *, patient: bool) -> StageResult:
     """Sum up all judged policies, those of earlier commands included; one process does it.
 
-    With `patient`, parts that other processes still have to write are waited for; None if parts are owed by shards. A
-    summary whose inputs changed is made anew without asking: it costs seconds and is derived.
+    With `patient`, parts that other processes still have to write are waited for. A summary whose inputs changed is
+    made anew without asking: it costs seconds and is derived.
     """
-    from cfkv.evaluation.offline import recorded_names
-
     for name in recorded_names(run, config):
-        if not patient and run.missing_parts(name):
-            return None
         run.wait_for(name, patient=patient)
     texts = judged_policies(run)
     stage = Stage(
         name=NAME,
-        config={"validity": config.model_dump(mode="json", include={"draws", "level", "adjust", "seed"})},
+        config={"validity": config.model_dump(mode="json", include={"draws", "level", "correction", "seed"})},
         outputs=(Output(VALIDITY_SUMMARY),),
         n_parts=1,
         n_items=1,
@@ -64,5 +60,4 @@ def run_summary(run: Run, config: OfflineConfig, *, patient: bool) -> pl.DataFra
         advance(1)
         return [frame.to_arrow().cast(VALIDITY_SUMMARY.schema)]
 
-    run.execute(stage, process, Workers(), mark=mark, items_of_part=lambda index: 1)
-    return store.collect(run.path, VALIDITY_SUMMARY)
+    return run.execute(stage, process, Workers(), mark=mark, items_of_part=lambda index: 1)

@@ -279,6 +279,6 @@ def check_columns(loaded: LoadedModel, policies: Mapping[str, Policy], asked: Se
         columns = sorted({column for text in named for column in lacking[text]})
         raise CfkvError(
             f"{loaded.name}: {reason}, so that {', '.join(named)} cannot be judged ({', '.join(columns)} would be "
-            f"needed); leave out {' '.join(f'--policy {text}' for text in named)}"
+            f"needed); leave them out of --policies"
         )
     return sorted(lacking)

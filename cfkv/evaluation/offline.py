@@ -85,7 +85,7 @@ class Judge:
         if needing:
             judge.loaded = load()
             check_same_model(traces, judge.loaded)
-            judge.left_out = check_columns(judge.loaded, needing, config.policy)
+            judge.left_out = check_columns(judge.loaded, needing, config.policies)
             for text in judge.left_out:
                 del judge.policies[text]
         return judge
@@ -138,7 +138,7 @@ def run_offline(
 
     A policy is a stage of its own: judging another one later touches none.
     """
-    policies = named_policies(config.policy)
+    policies = named_policies(config.policies)
     judge = Judge.of(run, config, policies, load, overwrite=execution.overwrite)
     traces = run.require("trace")
     extra = {} if judge.loaded is None else describe(judge.loaded)
@@ -168,7 +168,7 @@ def run_offline(
 
     parts = run.execute_jointly(jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index))
     run.manifest.record_config("offline", config)
-    result = StageResult("offline")
+    result = StageResult(FAMILY)
     for part in parts:
         result.statuses.update(part.statuses)
         result.parts_written += part.parts_written
@@ -281,4 +281,4 @@ def _column(rows: pl.DataFrame, name: str) -> Tensor:
 def recorded_names(run: Run, config: OfflineConfig) -> list[str]:
     """The stages of a configuration's policies that the run records: all but those that the model had to leave out."""
     recorded = run.manifest.read()["stages"]
-    return [name for name in map(stage_name, named_policies(config.policy)) if name in recorded]
+    return [name for name in map(stage_name, named_policies(config.policies)) if name in recorded]

@@ -133,7 +133,7 @@ def score_file(
             "position": Position(sinks=4),
             "oracle": make_policy("oracle"),
         }
-        config = config.model_copy(update={"policy": (name,)})
+        config = config.model_copy(update={"policies": (name,)})
         judge = Judge.of(run, config, {**policies, name: policy}, load)
         with LinesOf(path):
             rows, failures = _judged(judge, execution, name)

@@ -15,8 +15,8 @@ from scipy.stats import spearmanr
 from statsmodels.stats.multitest import multipletests
 
 from cfkv.analysis import validity as v
-from cfkv.analysis.multiplicity import benjamini_hochberg, holm
-from cfkv.analysis.resampling import bootstrap_mean, cluster_counts
+from cfkv.analysis.multiplicity import adjust
+from cfkv.analysis.resampling import bootstrap_trace_mean, cluster_counts
 from cfkv.analysis.validity_summary import summarise, validity_tables, verdict
 from cfkv.config import OfflineConfig
 from cfkv.schemas import VALIDITY_SUMMARY
@@ -163,26 +163,26 @@ def test_a_constant_score_is_chance() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_adjusted_as_statsmodels_does(pvalues: list[float]) -> None:
-    assert np.array_equal(holm(pvalues), multipletests(pvalues, method="holm")[1])
-    assert np.array_equal(benjamini_hochberg(pvalues), multipletests(pvalues, method="fdr_bh")[1])
+    assert np.array_equal(adjust(pvalues, "holm"), multipletests(pvalues, method="holm")[1])
+    assert np.array_equal(adjust(pvalues, "benjamini_hochberg"), multipletests(pvalues, method="fdr_bh")[1])
 
 
 def test_adjusting_leaves_out_what_was_not_tested() -> None:
     """Three tests: .01 * 3, .03 * 2, then .04 raised to what stands before it."""
-    np.testing.assert_allclose(holm([0.01, math.nan, 0.04, 0.03]), [0.03, math.nan, 0.06, 0.06])
-    assert holm([]).size == 0
+    np.testing.assert_allclose(adjust([0.01, math.nan, 0.04, 0.03], "holm"), [0.03, math.nan, 0.06, 0.06])
+    assert adjust([], "holm").size == 0
 
 
 def test_bootstrap_mean_by_hand() -> None:
     """Cluster sums 3 of 2 traces, and 5 of 1; a NaN trace plays no part, and a draw of cluster 2 alone is dropped."""
     values, clusters = np.array([1.0, 2, 5, np.nan]), np.array([0, 0, 1, 2])
     counts = np.array([[3.0, 0, 0], [0, 3, 0], [1, 1, 1], [0, 0, 3]])
-    got = bootstrap_mean(values, clusters, counts, level=0.5, null=0.0)
+    got = bootstrap_trace_mean(values, clusters, counts, level=0.5, null=0.0)
     assert got.estimate == pytest.approx(8 / 3)
     assert (got.n_draws, got.n_dropped) == (3, 1)
     assert (got.low, got.high) == (pytest.approx((1.5 + 8 / 3) / 2), pytest.approx((8 / 3 + 5) / 2))
     assert got.pvalue == pytest.approx(2 / 4)
-    assert math.isnan(bootstrap_mean(np.array([np.nan]), np.array([0]), counts).estimate)
+    assert math.isnan(bootstrap_trace_mean(np.array([np.nan]), np.array([0]), counts).estimate)
 
 
 def frame(values: dict[str, list[float]], problems: list[str] | None = None, **columns: Any) -> pl.DataFrame:

@@ -33,7 +33,7 @@ Refused = Callable[..., str]
 
 
 def flags(*policies: str) -> list[str]:
-    return [word for policy in policies for word in ("--policy", policy)]
+    return [word for policy in policies for word in ("--policies", policy)]
 
 
 def evaluate(run: Path, *arguments: str) -> int:
@@ -320,7 +320,7 @@ def test_columns_that_the_model_cannot_give(
         "attention of layers 0-1 has learned sinks, so that h2o, tova cannot be judged (attention would"
         in message
     )
-    assert "leave out --policy h2o --policy tova" in message
+    assert "leave them out of --policies" in message
     assert evaluate(copied, "--kinds", "occlusion") == 0
     assert "left out, since the model does not show them attention: ada_kv," in capsys.readouterr().out
     assert "keydiff" in set(table(copied)["policy"])
@@ -339,7 +339,7 @@ def test_names_of_policies() -> None:
         "h2o",
         "h2o:recent_share=0.25",
         "epikv:early=[1, 2];rolling=8",
-        'ada_kv:base=snapkv_decode;options={"kernel": 3}',
+        "ada_kv:base=snapkv_decode;options={kernel: 3}",
     ):
         policy = make_policy(*parse_policy(text))
         assert make_policy(*parse_policy(policy_text(policy))) == policy
@@ -347,10 +347,7 @@ def test_names_of_policies() -> None:
     assert list(named_policies(["h2o: recent_share = 0.50", "h2o"])) == ["random", "position", "h2o"]
     assert {"full", "streaming_llm_36"}.isdisjoint(policy.name for policy in scoring_policies())
     for text, told in (
-        ("", "write name"),
-        ("h2o:", "write name"),
-        ("h2o:recent_share", "has no '='"),
-        ("h2o:recent_share=.1;recent_share=.2", "recent_share is given twice"),
+        ("h2o:recent_share", "is no parameter=value"),
         ("h2o:recent_share=[1", "is not valid YAML"),
     ):
         with pytest.raises(CfkvError, match=told):
@@ -358,5 +355,5 @@ def test_names_of_policies() -> None:
 
 
 def test_recipe_section() -> None:
-    recipe = parse_recipe({"offline": {"policy": ["h2o"], "budgets": ["10%,20%"]}}, "r.yaml")
-    assert recipe.offline == OfflineConfig(policy=("h2o",), budgets=("10%", "20%"))
+    recipe = parse_recipe({"offline": {"policies": ["h2o"], "budgets": ["10%,20%"]}}, "r.yaml")
+    assert recipe.offline == OfflineConfig(policies=("h2o",), budgets=("10%", "20%"))
