@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from budgeted import PROMPT, draw, labels, never_stop, read, small, task
+from budgeted import PROMPT, distinct, draw, labels, never_stop, read, small, task
 from torch import Tensor
 
 from cfkv.evaluation._loop import decode
@@ -59,14 +59,9 @@ def scored(policy: Policy, view: View) -> tuple[Tensor, Tensor]:
 def test_scores_online_are_those_of_the_text_read_at_once(
     name: str, make_tiny: Callable[[str, str], LoadedModel]
 ) -> None:
-    """The table's slots are filled in an order of their own on each layer and head.
-
-    No token comes twice: the first layer's keys or values of two would tie but for rounding, and ranks jump there.
-    """
+    """The table's slots are filled in an order of their own on each layer and head."""
     loaded, policy = make_tiny("qwen3", "sdpa"), small(name)
-    ids = (
-        9 + torch.randperm(loaded.shape.vocabulary - 9, generator=torch.Generator().manual_seed(4))
-    ).tolist()[:LENGTH]
+    ids = distinct(loaded, LENGTH, seed=4)
     row = Row(task(read(loaded, [policy], ids, PROMPT), 0, ids, Budget(slots=LENGTH)))
     row.prepare()
     cache = BudgetCache(loaded, 1, row.slots, reads([policy], rotating=policy.compact))
