@@ -132,6 +132,16 @@ def named_policies(texts: Sequence[str]) -> list[Policy]:
     return list(found.values())
 
 
+def acts_at_once(policy: Policy) -> bool:
+    """Whether it acts at the end of what is fed, if at all; everything else decodes after the prompt."""
+    return policy.schedule.kind in ("never", "once")
+
+
+def traces_together(config: OnlineConfig, n_arms: int, batch_size: int) -> int:
+    """Traces that are decoded together: so many that the batches are full."""
+    return max(1, -(-2 * batch_size // (n_arms * config.samples)))
+
+
 def needs_labels(policies: Sequence[Policy]) -> list[str]:
     """Names of the policies that are made from labels."""
     found = [policy.name for policy in policies if {"label", "shuffled_label"} & set(policy.needs)]

@@ -17,7 +17,7 @@ from cfkv import store
 from cfkv.answers import Matcher, boxed_answer, matcher
 from cfkv.config import Execution, OnlineConfig
 from cfkv.errors import CfkvError, ItemError
-from cfkv.evaluation._arms import Arm, arms, needs_labels, settings
+from cfkv.evaluation._arms import Arm, acts_at_once, arms, needs_labels, settings, traces_together
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._names import policy_text
 from cfkv.evaluation._reading import Reading
@@ -35,8 +35,6 @@ from cfkv.traces.segment import segment
 from cfkv.workers import Workers
 
 FAMILY = "evaluate online"
-# Acting at the end of what is fed; everything else decodes after the prompt.
-AT_ONCE = ("never", "once")
 
 
 def run_online(
@@ -174,8 +172,8 @@ class _Evaluator:
         return items == "all" or bool(row["correct"])
 
     def groups(self, rows: Sequence[Any], n_arms: int) -> Iterator[list[Any]]:
-        """Traces that are decoded together: so many that the batches are full."""
-        size = max(1, -(-2 * self.execution.batch_size // (n_arms * self.config.samples)))
+        """Traces that are decoded together."""
+        size = traces_together(self.config, n_arms, self.execution.batch_size)
         for start in range(0, len(rows), size):
             yield list(rows[start : start + size])
 
@@ -244,7 +242,7 @@ class _Evaluator:
 
     def _reading_stop(self, row: Mapping[str, Any], policy: Policy, end: int) -> int:
         """How far the text is read at once: to the end for policies that act there, if at all; else the prompt."""
-        return end if policy.schedule.kind in AT_ONCE else int(row["prompt_len"])
+        return end if acts_at_once(policy) else int(row["prompt_len"])
 
     def _read(
         self, row: Mapping[str, Any], policies: Sequence[Policy], stop: int, seed: int
