@@ -197,12 +197,17 @@ def validate(directory: Annotated[Path, Parameter(help="Run directory to check."
 
 @app.command(name="ls")
 def list_members(
-    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")], /
+    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")],
+    name: Annotated[str | None, Parameter(help="A policy, whose card is printed.")] = None,
+    /,
 ) -> int:
-    """List what can be named: signals, labels, policies, problems, models or benches."""
-    from cfkv.listing import print_family
+    """List what can be named: signals, labels, policies, problems, models or benches; or one policy's card."""
+    from cfkv.listing import print_card, print_family
 
-    print_family(family)
+    if name is None:
+        print_family(family)
+    else:
+        print_card(family, name)
     return DONE
 
 

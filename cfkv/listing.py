@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cfkv.config import Execution, Recipe
-from cfkv.errors import unknown_name
+from cfkv.errors import CfkvError, unknown_name
 from cfkv.stage import MANY_NAMES, Run, StageResult
 
 if TYPE_CHECKING:
@@ -85,6 +86,24 @@ def family_table(family: str) -> Table:
 def print_family(family: str) -> None:
     """Print a family as a table."""
     Console().print(family_table(family))
+
+
+def print_card(family: str, name: str) -> None:
+    """Print the card of one policy.
+
+    Raises
+    ------
+    CfkvError
+        For another family, or an unknown name.
+    """
+    if family != "policies":
+        raise CfkvError(f"only policies have cards, not {family!r}; write `cfkv ls {family}`")
+    from cfkv.policies._card import policy_card
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for heading, text in policy_card(name):
+        table.add_row(heading, Text(text))
+    Console().print(table)
 
 
 def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> None:

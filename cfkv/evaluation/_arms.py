@@ -77,7 +77,7 @@ class Arm:
     @property
     def name(self) -> str:
         """Unique among the arms of a run, and legal as the name of a folder."""
-        policy = self.text.replace(":", "@").replace(";", "+").replace(" ", "")
+        policy = self.text.translate(str.maketrans(":;[]", "@+()", " "))  # brackets are wildcards in paths
         budget = NO_BUDGET if self.budget is None else self.budget.text.replace("%", "pct")
         parts = [self.mode, policy, budget]
         if self.positions != "absolute":

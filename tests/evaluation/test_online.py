@@ -260,6 +260,7 @@ def test_every_policy_has_a_text_that_makes_it_again() -> None:
     config = OnlineConfig(policies=("h2o,thinkv_original:ladder=[8, 6, 4];segment=16",), budgets=("8",))
     assert [arm.text for arm in arms(config)] == ["full", "random", "h2o", text]
     assert Arm(make_policy("h2o"), "forced", "slot", BudgetText("25%")).name == "forced-h2o-25pct-slot"
+    assert arms(config)[-1].name == "forced-thinkv_original@ladder=(8,6,4)+segment=16-8"
 
 
 def test_seeds_depend_on_both() -> None:
