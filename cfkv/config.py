@@ -211,7 +211,7 @@ class OnlineConfig(Config):
     policies: tuple[str, ...] = Field(
         ("streaming_llm", "h2o", "tova", "snapkv_decode", "r_kv", "knorm", "keydiff", "epikv", "avokv_e"),
         description="Names, such as h2o or h2o:recent_share=0.25, or all; `cfkv ls policies` lists them. full and "
-        "random are always there.",
+        "random are always there. epikv:layers=from:RUN takes the layers that RUN's correlations found.",
     )
     budgets: tuple[str, ...] = Field(
         ("12.5%", "25%", "50%"),

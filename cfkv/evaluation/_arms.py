@@ -9,6 +9,7 @@ from typing import Any
 
 from cfkv.config import OnlineConfig
 from cfkv.errors import CfkvError, ItemError
+from cfkv.evaluation._layers import with_layers
 from cfkv.evaluation._names import parse_policy, policy_text
 from cfkv.policies._base import Policy, make_policy, policy_kinds
 from cfkv.policies._budget import Budget
@@ -104,7 +105,7 @@ def arms(config: OnlineConfig) -> list[Arm]:
     Raises
     ------
     CfkvError
-        For an unknown policy or parameter, or a budget that is not understood.
+        For an unknown policy or parameter, layers that another run does not give, or a budget that is not understood.
     """
     budgets = [BudgetText(text) for text in config.budgets]
     if not budgets:
@@ -112,7 +113,7 @@ def arms(config: OnlineConfig) -> list[Arm]:
     found: dict[str, Arm] = {}
     full = Arm(make_policy(FULL), config.mode, "absolute", None)
     found[full.name] = full
-    for policy in named_policies((RANDOM, *config.policies)):
+    for policy in named_policies((RANDOM, *with_layers(config.policies, config.label))):
         if policy.schedule.kind == "never":
             continue
         for budget in budgets:

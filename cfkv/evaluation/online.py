@@ -18,6 +18,7 @@ from cfkv.answers import Matcher, boxed_answer, matcher
 from cfkv.config import Execution, OnlineConfig
 from cfkv.errors import CfkvError, ItemError
 from cfkv.evaluation._arms import Arm, acts_at_once, arms, needs_labels, settings, traces_together
+from cfkv.evaluation._layers import OtherProblems, layer_choices, layer_notes, record_layers
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._names import policy_text
 from cfkv.evaluation._reading import Reading
@@ -57,6 +58,9 @@ def run_online(
     if labelled:
         require_label(run, config.label, labelled)
     traces = run.require("trace")
+    choices = layer_choices(config)
+    others = OtherProblems(run, choices.values())
+    others.check()
     loaded = load()
     check_same_model(traces, loaded)
     check_evictable(loaded)
@@ -66,6 +70,7 @@ def run_online(
         stage = _stage(arm, config, loaded, traces)
         own = extra if arm.budget is None else {}  # once is enough in the manifest
         jobs.append(Job(stage, run.open_stage(stage, overwrite=execution.overwrite, extra=own)))
+        record_layers(run, stage.name, choices.get(arm.text))
     run.manifest.record_config("online", config)
     stages = {job.stage.name: arm for job, arm in zip(jobs, wanted.values(), strict=True)}
     evaluator = _Evaluator(loaded, config, execution)
@@ -78,7 +83,9 @@ def run_online(
             run.wait_for(f"label:{config.label}", parts=[index], patient=crew.count > 1)
             labels = label_values(run, config.label, index)
         found: dict[str, list[list[Any]]] = {arm.name: [[], []] for arm in own}
-        rows = [row for row in trace_rows(run, index) if evaluator.wants(row)]
+        whole = trace_rows(run, index)
+        others.check(whole)
+        rows = [row for row in whole if evaluator.wants(row)]
         advance(items_in_part(traces, index) - len(rows))
         for group in evaluator.groups(rows, len(own)):
             for arm, evaluation, kept in evaluator.evaluate(group, own, labels):
@@ -90,7 +97,7 @@ def run_online(
     results = run.execute_jointly(
         jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index)
     )
-    total = StageResult(FAMILY)
+    total = StageResult(FAMILY, note=layer_notes(choices))
     for result in results:
         total.statuses.update(result.statuses)
         total.parts_written += result.parts_written
