@@ -282,6 +282,10 @@ class BenchConfig(Config):
     candidates: int = Field(64, ge=2, description="For oracle, single removals.")
     horizon: int = Field(8, ge=1, description="For oracle, tokens that are replayed.")
     tokens: int = Field(2048, ge=64, description="For probe, tokens of the input.")
+    slots: int = Field(1024, ge=64, description="For decode, tokens per KV head.")
+    steps: int = Field(32, ge=4, description="For decode, tokens that are written and timed.")
+    positions: int = Field(4000, ge=128, description="For decode, length of the long text.")
+    sequences: int = Field(8, ge=2, description="For decode, sequences of a batch.")
     chunk_size: int = Field(512, ge=1, description="Most tokens per forward.")
 
 
