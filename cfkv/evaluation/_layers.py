@@ -7,7 +7,7 @@ negatively; a policy of bands takes their significant neighbours of the same sig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cfkv.errors import CfkvError
 from cfkv.evaluation._names import parse_policy, policy_text
 from cfkv.policies._base import make_policy, policy_kinds
 from cfkv.policies._hidden import HiddenPolicy
-from cfkv.schemas import CORRELATIONS, TRACES
+from cfkv.schemas import CORRELATIONS
 from cfkv.stage import Run
 
 KEY, FROM = "layers", "from:"
@@ -33,7 +33,6 @@ PACE = {
     "rolling_mean": ("rolling", "rolling_window"),
     "ema": ("newest", "ema_alpha"),
 }
-SHAPING = ("mode", "instruction")  # what of a trace's configuration is in its prompt
 
 
 @dataclass(frozen=True)
@@ -240,59 +239,3 @@ def _side(
 def _joins(layers: Sequence[LayerCorrelation], values: Sequence[float], edge: int, other: int) -> bool:
     next_to = abs(layers[other].layer - layers[edge].layer) == 1
     return next_to and values[other] > 0 and layers[other].significant
-
-
-class OtherProblems:
-    """The problems on which layers were found: none of them may be evaluated.
-
-    The same id of the same dataset is the same problem, unless both runs made their prompts in the same way and the
-    prompts differ (another seed, another file). The same prompt is the same problem whatever its id.
-    """
-
-    def __init__(self, run: Run, choices: Iterable[LayerChoice]) -> None:
-        self.run = run
-        self.others = {choice.run: _Problems(Run(Path(choice.run).expanduser())) for choice in choices}
-
-    def check(self, rows: Iterable[Mapping[str, Any]] | None = None) -> None:
-        """Raise CfkvError if one of these traces (default: all that are there) is of such a problem."""
-        if not self.others:
-            return
-        mine = _Problems(self.run) if rows is None else _Problems(self.run, rows)
-        for place, theirs in self.others.items():
-            shared = mine.shared_with(theirs)
-            if shared:
-                dataset, problem = shared[0]
-                raise CfkvError(
-                    f"{len(shared)} of {len(mine.by_id)} problems of {self.run.path} are among those on which {place} "
-                    f"found its layers, such as {problem} of {dataset}; layers and accuracy must come from different "
-                    "problems: trace another split for one of them (--limit with another file, or another --seed of "
-                    "generated problems)"
-                )
-
-
-class _Problems:
-    """Problems of a run by (dataset, id), each with its prompts."""
-
-    def __init__(self, run: Run, rows: Iterable[Mapping[str, Any]] | None = None) -> None:
-        config = run.require("trace")["identity"]["config"]
-        self.shaping = (config["model"], [config["trace"].get(name) for name in SHAPING])
-        if rows is None:
-            names = ("dataset", "problem_id", "token_ids", "prompt_len")
-            rows = store.collect(run.path, TRACES).select(names).iter_rows(named=True)
-        self.by_id: dict[tuple[str, str], set[tuple[int, ...]]] = {}
-        for row in rows:
-            prompts = self.by_id.setdefault((row["dataset"], row["problem_id"]), set())
-            if row["token_ids"] and row["prompt_len"]:
-                prompts.add(tuple(row["token_ids"][: row["prompt_len"]]))
-
-    def shared_with(self, other: _Problems) -> list[tuple[str, str]]:
-        """Those of these problems that the other run has too."""
-        theirs = set().union(*other.by_id.values())
-        comparable = self.shaping == other.shaping
-        found = []
-        for name, prompts in sorted(self.by_id.items()):
-            namesake = other.by_id.get(name)
-            differ = comparable and prompts and namesake
-            if prompts & theirs or (namesake is not None and not differ):
-                found.append(name)
-        return found

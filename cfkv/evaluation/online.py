@@ -18,11 +18,12 @@ from cfkv.answers import Matcher, boxed_answer, matcher
 from cfkv.config import Execution, OnlineConfig
 from cfkv.errors import CfkvError, ItemError
 from cfkv.evaluation._arms import Arm, acts_at_once, arms, needs_labels, settings, traces_together
-from cfkv.evaluation._layers import OtherProblems, layer_choices, layer_notes, record_layers
+from cfkv.evaluation._layers import layer_choices, layer_notes, record_layers
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._names import policy_text
 from cfkv.evaluation._reading import Reading
 from cfkv.evaluation._row import Noise, Outcome, Task
+from cfkv.evaluation._split import OtherProblems
 from cfkv.models.budget_cache import check_evictable
 from cfkv.models.loading import LoadedModel
 from cfkv.models.stopping import answer_stop, trace_stop
@@ -59,7 +60,7 @@ def run_online(
         require_label(run, config.label, labelled)
     traces = run.require("trace")
     choices = layer_choices(config)
-    others = OtherProblems(run, choices.values())
+    others = OtherProblems(run, sorted({choice.run for choice in choices.values()}), "layers")
     others.check()
     loaded = load()
     check_same_model(traces, loaded)
