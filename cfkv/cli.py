@@ -88,7 +88,7 @@ def run(
     set: Annotated[list[str] | None, Parameter(help="Override section.key=value; may be repeated.")] = None,
     execution: ExecutionFlags = Execution(),
 ) -> int:
-    """Run a whole experiment: trace, label, probe, correlate, report. Resumable."""
+    """Run a whole experiment: trace, label, probe, correlate, report; policies too if it has `online`. Resumable."""
     loaded = apply_settings(load_recipe(recipe), set or [])
     return _run_recipe(loaded, directory or Path("runs") / recipe.stem, execution)
 
@@ -307,8 +307,12 @@ def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:
 
 
 def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
+    """All stages; those of policies only if the recipe has that section. What needs the model comes first: shards."""
     labels = [f"label:{config.kind}" for config in recipe.label]
-    return _stages(directory, recipe, execution, ["trace", *labels, "probe", "correlate", "report"])
+    online = "online" in recipe.model_fields_set
+    evaluation, comparison = (["evaluate online"], ["compare"]) if online else ([], [])
+    stages = ["trace", *labels, "probe", *evaluation, "correlate", *comparison, "report"]
+    return _stages(directory, recipe, execution, stages)
 
 
 def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Sequence[str]) -> int:
@@ -344,7 +348,7 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
                 continue
             owed = session.waiting_for(stages)
             if owed:
-                print_owed(session, name, owed)
+                print_owed(session, stages, owed)
                 break
         if name == "report":
             print(f"report: {session.report()}")

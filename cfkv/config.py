@@ -291,7 +291,7 @@ class OnlineConfig(Config):
     policies: tuple[str, ...] = Field(
         ("streaming_llm", "h2o", "tova", "snapkv_decode", "r_kv", "knorm", "keydiff", "epikv", "avokv_e"),
         description="Names, such as h2o or h2o:recent_share=0.25, or all; `cfkv ls policies` lists them. full and "
-        "random are always there.",
+        "random are always there. epikv:layers=from:RUN takes the layers that RUN's correlations found.",
     )
     budgets: tuple[str, ...] = Field(
         ("12.5%", "25%", "50%"),
@@ -328,6 +328,13 @@ class OnlineConfig(Config):
     correction: Literal["holm", "benjamini_hochberg"] = Field(
         "holm", description="Of p-values over the policies of a budget."
     )
+
+    @field_validator("budgets", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, value: Any) -> Any:
+        return (
+            [str(each) if type(each) is int else each for each in value] if isinstance(value, list) else value
+        )
 
     @field_validator("policies", "budgets")
     @classmethod
@@ -487,21 +494,23 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def apply_settings(recipe: Recipe, settings: list[str]) -> Recipe:
-    """Apply `--set a.b=c` overrides; the value is read as YAML."""
+    """Apply `--set a.b=c` overrides; the value is read as YAML. Sections that nobody named stay unset."""
     data = recipe.model_dump(mode="json")
+    named = set(recipe.model_fields_set)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise CfkvError(f"--set {setting!r} has no '='; write --set section.key=value")
         target: Any = data
         *parents, last = key.split(".")
+        named.add(key.partition(".")[0])
         for part in parents:
             target = _descend(target, part, key)
         for entry in target if isinstance(target, list) else [target]:
             if not isinstance(entry, dict):
                 raise _no_section(key, entry)
             entry[last] = _yaml_value(setting, text)
-    return parse_recipe(data, "--set")
+    return parse_recipe({name: value for name, value in data.items() if name in named}, "--set")
 
 
 def _yaml_value(setting: str, text: str) -> Any:

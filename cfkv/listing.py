@@ -130,6 +130,11 @@ def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Se
             "draft fails "
             f"(at most {max(config.max_new_tokens for config in recipe.label)} steps per batch)"
         )
+    if "evaluate online" in stages:
+        console.print(
+            "evaluation items are traces x arms x samples; traces that turn out wrong may be left out, and rows that "
+            "stop early leave their batch"
+        )
 
 
 def _bytes(count: float) -> str:
@@ -140,17 +145,21 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def print_owed(session: Session, stage: str, owed: Sequence[str]) -> None:
-    """Say that `stage` waits for other shards, and who finishes the run."""
+def print_owed(session: Session, stages: Sequence[str], owed: Sequence[str]) -> None:
+    """Say that the analysis among `stages` waits for other shards, and who finishes the run."""
     path = session.run.path
     what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
+    finishing = {
+        "validity": "evaluate offline",
+        "compare": "evaluate online",
+        "correlate": "correlate",
+        "report": "report",
+    }
+    commands = [f"`cfkv {command} {path}`" for stage, command in finishing.items() if stage in stages]
     print(f"other shards still owe parts of {what}; the last shard, or a later")
-    if stage in ("compare", "validity"):
-        command = "evaluate online" if stage == "compare" else "evaluate offline"
-        print(f"`cfkv {command} {path}`, finishes the run")
-        return
-    session.leave_analysis()
-    print(f"`cfkv correlate {path}` and `cfkv report {path}`, finishes the run")
+    print(f"{' and '.join(commands)}, finishes the run")
+    if "correlate" in stages:
+        session.leave_analysis()
 
 
 def print_comparison(run: Run) -> None:

@@ -45,9 +45,13 @@ class Session:
                 kind = label_kinds.get(name.removeprefix("label:"))
                 kind.settings(self._label_config(kind.name))
         if "evaluate online" in stages:
-            from cfkv.evaluation._arms import arms
+            from cfkv.evaluation._arms import arms, needs_labels
 
-            arms(self.recipe.online)
+            labelled = needs_labels([arm.policy for arm in arms(self.recipe.online)])
+            if labelled and f"label:{self.recipe.online.label}" not in stages:
+                from cfkv.evaluation.online import require_label
+
+                require_label(self.run, self.recipe.online.label, labelled)
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
@@ -146,13 +150,13 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
+        read: list[str] = ["trace", "label:", "probe:"] if {"correlate", "report"} & set(stages) else []
+        read += ["evaluate online"] if "compare" in stages else []
+        names = [name for name in recorded if name.startswith(tuple(read))]
         if "validity" in stages:
             from cfkv.evaluation.offline import recorded_names
 
-            own = recorded_names(self.run, self.recipe.offline)
-            return [name for name in own if self.run.missing_parts(name)]
-        read = ("evaluate online",) if "compare" in stages else ("trace", "label:", "probe:")
-        names = [name for name in recorded if name.startswith(read)]
+            names += recorded_names(self.run, self.recipe.offline)
         return [name for name in names if self.run.missing_parts(name)]
 
     def leave_analysis(self) -> None:

@@ -136,17 +136,22 @@ def write_part(
 
 
 def _write_synced(path: Path, content: pa.Table) -> None:
-    """Write a Parquet file and wait until it is on the disk."""
+    """Write a Parquet file and wait until it is on the disk.
+
+    Without rows it has no row group: `datasets.load_dataset` ends at an empty one.
+    """
     floats = [f"{f.name}.list.element" for f in content.schema if f.type == pa.list_(pa.float32())]
     texts = [f.name for f in content.schema if pa.types.is_string(f.type)]
     with path.open("wb") as file:
-        pq.write_table(
-            content,
+        with pq.ParquetWriter(
             file,
+            content.schema,
             compression="zstd",
             use_dictionary=texts,
             use_byte_stream_split=floats,
-        )
+        ) as writer:
+            if len(content):
+                writer.write_table(content)
         file.flush()
         os.fsync(file.fileno())
 

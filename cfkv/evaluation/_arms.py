@@ -9,6 +9,7 @@ from typing import Any
 
 from cfkv.config import OnlineConfig
 from cfkv.errors import CfkvError, ItemError
+from cfkv.evaluation._layers import with_layers
 from cfkv.evaluation._names import parse_policy, policy_text
 from cfkv.policies._base import Policy, make_policy, policy_kinds
 from cfkv.policies._budget import Budget
@@ -104,7 +105,7 @@ def arms(config: OnlineConfig) -> list[Arm]:
     Raises
     ------
     CfkvError
-        For an unknown policy or parameter, or a budget that is not understood.
+        For an unknown policy or parameter, layers that another run does not give, or a budget that is not understood.
     """
     budgets = [BudgetText(text) for text in config.budgets]
     if not budgets:
@@ -112,7 +113,7 @@ def arms(config: OnlineConfig) -> list[Arm]:
     found: dict[str, Arm] = {}
     full = Arm(make_policy(FULL), config.mode, "absolute", None)
     found[full.name] = full
-    for policy in named_policies((RANDOM, *config.policies)):
+    for policy in named_policies((RANDOM, *with_layers(config.policies, config.label))):
         if policy.schedule.kind == "never":
             continue
         for budget in budgets:
@@ -130,6 +131,16 @@ def named_policies(texts: Sequence[str]) -> list[Policy]:
             policy = make_policy(*parse_policy(name))
             found.setdefault(policy_text(policy), policy)
     return list(found.values())
+
+
+def acts_at_once(policy: Policy) -> bool:
+    """Whether it acts at the end of what is fed, if at all; everything else decodes after the prompt."""
+    return policy.schedule.kind in ("never", "once")
+
+
+def traces_together(config: OnlineConfig, n_arms: int, batch_size: int) -> int:
+    """Traces that are decoded together: so many that the batches are full."""
+    return max(1, -(-2 * batch_size // (n_arms * config.samples)))
 
 
 def needs_labels(policies: Sequence[Policy]) -> list[str]:

@@ -17,11 +17,13 @@ from cfkv import store
 from cfkv.answers import Matcher, boxed_answer, matcher
 from cfkv.config import Execution, OnlineConfig
 from cfkv.errors import CfkvError, ItemError
-from cfkv.evaluation._arms import Arm, arms, needs_labels, settings
+from cfkv.evaluation._arms import Arm, acts_at_once, arms, needs_labels, settings, traces_together
+from cfkv.evaluation._layers import layer_choices, layer_notes, record_layers
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._names import policy_text
 from cfkv.evaluation._reading import Reading
 from cfkv.evaluation._row import Noise, Outcome, Task
+from cfkv.evaluation._split import OtherProblems
 from cfkv.models.budget_cache import check_evictable
 from cfkv.models.loading import LoadedModel
 from cfkv.models.stopping import answer_stop, trace_stop
@@ -35,8 +37,6 @@ from cfkv.traces.segment import segment
 from cfkv.workers import Workers
 
 FAMILY = "evaluate online"
-# Acting at the end of what is fed; everything else decodes after the prompt.
-AT_ONCE = ("never", "once")
 
 
 def run_online(
@@ -59,6 +59,9 @@ def run_online(
     if labelled:
         require_label(run, config.label, labelled)
     traces = run.require("trace")
+    choices = layer_choices(config)
+    others = OtherProblems(run, sorted({choice.run for choice in choices.values()}), "layers")
+    others.check()
     loaded = load()
     check_same_model(traces, loaded)
     check_evictable(loaded)
@@ -68,6 +71,7 @@ def run_online(
         stage = _stage(arm, config, loaded, traces)
         own = extra if arm.budget is None else {}  # once is enough in the manifest
         jobs.append(Job(stage, run.open_stage(stage, overwrite=execution.overwrite, extra=own)))
+        record_layers(run, stage.name, choices.get(arm.text))
     run.manifest.record_config("online", config)
     stages = {job.stage.name: arm for job, arm in zip(jobs, wanted.values(), strict=True)}
     evaluator = _Evaluator(loaded, config, execution)
@@ -80,7 +84,9 @@ def run_online(
             run.wait_for(f"label:{config.label}", parts=[index], patient=crew.count > 1)
             labels = label_values(run, config.label, index)
         found: dict[str, list[list[Any]]] = {arm.name: [[], []] for arm in own}
-        rows = [row for row in trace_rows(run, index) if evaluator.wants(row)]
+        whole = trace_rows(run, index)
+        others.check(whole)
+        rows = [row for row in whole if evaluator.wants(row)]
         advance(items_in_part(traces, index) - len(rows))
         for group in evaluator.groups(rows, len(own)):
             for arm, evaluation, kept in evaluator.evaluate(group, own, labels):
@@ -92,7 +98,7 @@ def run_online(
     results = run.execute_jointly(
         jobs, process, crew, items_of_part=lambda index: items_in_part(traces, index)
     )
-    total = StageResult(FAMILY)
+    total = StageResult(FAMILY, note=layer_notes(choices))
     for result in results:
         total.statuses.update(result.statuses)
         total.parts_written += result.parts_written
@@ -174,8 +180,8 @@ class _Evaluator:
         return items == "all" or bool(row["correct"])
 
     def groups(self, rows: Sequence[Any], n_arms: int) -> Iterator[list[Any]]:
-        """Traces that are decoded together: so many that the batches are full."""
-        size = max(1, -(-2 * self.execution.batch_size // (n_arms * self.config.samples)))
+        """Traces that are decoded together."""
+        size = traces_together(self.config, n_arms, self.execution.batch_size)
         for start in range(0, len(rows), size):
             yield list(rows[start : start + size])
 
@@ -244,7 +250,7 @@ class _Evaluator:
 
     def _reading_stop(self, row: Mapping[str, Any], policy: Policy, end: int) -> int:
         """How far the text is read at once: to the end for policies that act there, if at all; else the prompt."""
-        return end if policy.schedule.kind in AT_ONCE else int(row["prompt_len"])
+        return end if acts_at_once(policy) else int(row["prompt_len"])
 
     def _read(
         self, row: Mapping[str, Any], policies: Sequence[Policy], stop: int, seed: int
