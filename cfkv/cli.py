@@ -88,7 +88,10 @@ def run(
     set: Annotated[list[str] | None, Parameter(help="Override section.key=value; may be repeated.")] = None,
     execution: ExecutionFlags = Execution(),
 ) -> int:
-    """Run a whole experiment: trace, label, probe, correlate, report; policies too if it has `online`. Resumable."""
+    """Run a whole experiment: trace, label, probe, correlate, report. Resumable.
+
+    A recipe with a section `offline` or `online` judges policies, too.
+    """
     loaded = apply_settings(load_recipe(recipe), set or [])
     return _run_recipe(loaded, directory or Path("runs") / recipe.stem, execution)
 
@@ -170,7 +173,7 @@ def offline(
 ) -> int:
     """Hold policies' scores against labels, without decoding; prints which beat chance."""
     whole = _layered(directory, recipe, model=model, offline=config)
-    return _stages(directory, whole, execution, ["evaluate offline", "validity"])
+    return _stages(directory, whole, execution, ["evaluate offline", "validity", "carryover"])
 
 
 @evaluate.command
@@ -185,7 +188,7 @@ def online(
 ) -> int:
     """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
     whole = _layered(directory, recipe, model=model, online=config)
-    return _stages(directory, whole, execution, ["evaluate online", "compare"])
+    return _stages(directory, whole, execution, ["evaluate online", "compare", "carryover"])
 
 
 @app.command
@@ -309,8 +312,12 @@ def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:
 def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
     """All stages; those of policies only if the recipe has that section. What needs the model comes first: shards."""
     labels = [f"label:{config.kind}" for config in recipe.label]
-    online = "online" in recipe.model_fields_set
-    evaluation, comparison = (["evaluate online"], ["compare"]) if online else ([], [])
+    evaluation, comparison = [], []
+    for section, analysis in (("offline", "validity"), ("online", "compare")):
+        if section in recipe.model_fields_set:
+            evaluation.append(f"evaluate {section}")
+            comparison.append(analysis)
+    comparison += ["carryover"] if comparison else []
     stages = ["trace", *labels, "probe", *evaluation, "correlate", *comparison, "report"]
     return _stages(directory, recipe, execution, stages)
 
@@ -334,6 +341,7 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
     from cfkv.listing import (
+        print_carryover,
         print_comparison,
         print_correlations,
         print_owed,
@@ -343,13 +351,15 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
 
     failed = 0
     for name in stages:
-        if name in ("correlate", "compare", "validity", "report"):
+        if name in ("correlate", "compare", "validity", "carryover", "report"):
             if session.crew.rank > 0:
                 continue
             owed = session.waiting_for(stages)
             if owed:
                 print_owed(session, stages, owed)
                 break
+        if name == "carryover" and not session.judged_both_ways():
+            continue
         if name == "report":
             print(f"report: {session.report()}")
             continue
@@ -365,6 +375,8 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
                 print_comparison(session.run)
             elif name == "validity":
                 print_validity(session.run, session.recipe.offline)
+            elif name == "carryover":
+                print_carryover(session.run)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

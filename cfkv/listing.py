@@ -172,9 +172,18 @@ def print_comparison(run: Run) -> None:
     Console().print(accuracy_table(*tables))
 
 
+def print_carryover(run: Run) -> None:
+    """Print whether validity against labels goes with accuracy at budgets, over policies."""
+    from cfkv import store
+    from cfkv.analysis._carryover_stage import carryover_table
+    from cfkv.schemas import OFFLINE_ONLINE
+
+    Console().print(carryover_table(store.collect(run.path, OFFLINE_ONLINE)))
+
+
 def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
     """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
-    if result.name in ("correlate", "compare", "validity"):
+    if result.name in ("correlate", "compare", "validity", "carryover"):
         if result.note:
             print(result.note)
         return

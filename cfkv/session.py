@@ -137,6 +137,18 @@ class Session:
 
         return run_summary(self.run, self.recipe.offline, patient=self.crew.world_size > 1)
 
+    def judged_both_ways(self) -> bool:
+        """Whether policies were held against labels and run at budgets."""
+        from cfkv.analysis._carryover_stage import possible
+
+        return possible(self.run)
+
+    def carryover(self) -> StageResult:
+        """Hold both ways to judge policies against each other."""
+        from cfkv.analysis._carryover_stage import run_carryover
+
+        return run_carryover(self.run, self.recipe.online)
+
     def report(self) -> Path:
         """Write the report."""
         from cfkv.report._stage import run_report
@@ -193,7 +205,7 @@ class Session:
                 from cfkv.evaluation.offline import recorded_names
 
                 names += recorded_names(self.run, self.recipe.offline)
-            elif name not in ("correlate", "compare", "validity", "report"):
+            elif name not in ("correlate", "compare", "validity", "carryover", "report"):
                 names.append(name)
         return names
 

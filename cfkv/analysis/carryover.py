@@ -123,6 +123,8 @@ def _correlated(
     drawn = drawn[np.isfinite(drawn)]
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]) if drawn.size else (math.nan, math.nan)
     estimate = float(pairs.resampled(np.ones((1, n)), statistic)[0])
+    # With ties in most policies, the draws that are left can all lie on one side.
+    low, high = np.fmin(low, estimate), np.fmax(high, estimate)
     chance = pairs.permuted(rng.permuted(np.tile(np.arange(n), (draws, 1)), axis=1), statistic)
     beyond = int((np.abs(chance) >= abs(estimate) - 1e-9).sum())
     pvalue = (1 + beyond) / (1 + draws)
