@@ -23,6 +23,7 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OfflineConfig,
     OnlineConfig,
     ProbeConfig,
     Recipe,
@@ -158,6 +159,21 @@ app.command(evaluate)
 
 
 @evaluate.command
+def offline(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OfflineConfig, Flat] = OfflineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Hold policies' scores against labels, without decoding; prints which beat chance."""
+    whole = _layered(directory, recipe, model=model, offline=config)
+    return _stages(directory, whole, execution, ["evaluate offline", "validity"])
+
+
+@evaluate.command
 def online(
     directory: Directory,
     /,
@@ -170,6 +186,28 @@ def online(
     """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
     whole = _layered(directory, recipe, model=model, online=config)
     return _stages(directory, whole, execution, ["evaluate online", "compare"])
+
+
+@app.command
+def score(
+    file: Annotated[Path, Parameter(help="Python file with one policy; see pipelines/example_policy.py.")],
+    directory: Annotated[Path, Parameter(help="Run directory with labels.")],
+    /,
+    *,
+    label: Annotated[str, Parameter(help="Label kind; all: every one of the run.")] = "all",
+    model: ModelFlags = ModelConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Judge a policy of your own between random and oracle; writes nothing."""
+    from cfkv.evaluation.score_file import score_file
+    from cfkv.session import Session
+
+    directory = directory.expanduser()
+    whole = _layered(directory, None, model=model)
+    session = Session.open(directory, whole, execution)
+    kept = whole.offline.model_copy(update={"kinds": (label,), "checkpoints": ("end",)})
+    score_file(file.expanduser(), session.run, kept, execution, session.load)
+    return DONE
 
 
 @app.command
@@ -295,11 +333,17 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
-    from cfkv.listing import print_comparison, print_correlations, print_owed, print_result
+    from cfkv.listing import (
+        print_comparison,
+        print_correlations,
+        print_owed,
+        print_result,
+        print_validity,
+    )
 
     failed = 0
     for name in stages:
-        if name in ("correlate", "compare", "report"):
+        if name in ("correlate", "compare", "validity", "report"):
             if session.crew.rank > 0:
                 continue
             owed = session.waiting_for(stages)
@@ -319,6 +363,8 @@ def _execute(session: Any, stages: Sequence[str]) -> int:
                 print_correlations(session.run)
             elif name == "compare":
                 print_comparison(session.run)
+            elif name == "validity":
+                print_validity(session.run, session.recipe.offline)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

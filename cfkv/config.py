@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cfkv.errors import CfkvError, unknown_name
 
 ABSENT = object()
+
+
+def percent(text: str) -> float:
+    """`12.5%` as .125; above 0 %, below 100 %.
+
+    Raises
+    ------
+    ValueError
+        For anything else.
+    """
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / 100 if number != text else math.nan
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise ValueError(f"{text!r} is no percentage above 0% and below 100%, such as 12.5%")
+    return share
 
 
 class Config(BaseModel):
@@ -205,6 +224,67 @@ def _split_outside_brackets(value: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
+class OfflineConfig(Config):
+    """How policies are held against labels, without decoding."""
+
+    policies: tuple[str, ...] = Field(
+        ("all",),
+        description="Names, such as h2o or h2o:recent_share=0.25, or all that choose by a score; `cfkv ls policies` "
+        "lists them. random and position are always there.",
+    )
+    kinds: tuple[str, ...] = Field(
+        ("all",), description="Label kinds of the run; all: every one but the control `null`."
+    )
+    checkpoints: tuple[str, ...] = Field(
+        ("end",),
+        description="When the cache is scored: end (the last token before the answer), or a share of the reasoning "
+        "such as 50%.",
+    )
+    budgets: tuple[str, ...] = Field(
+        ("12.5%", "25%", "50%"),
+        description="Shares of the candidates that are kept, rounded down, at least one.",
+    )
+    high_damage: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="As for correlate: the share of a graded kind's tokens that is important.",
+    )
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a measure."
+    )
+    draws: int = Field(
+        10_000,
+        ge=100,
+        description="Bootstrap draws over problems. No p-value is below 2 / (draws + 1) times the policies.",
+    )
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    seed: int = Field(0, ge=0, description="Seed of random scores, of shuffled labels, and of the bootstrap.")
+
+    @field_validator("policies", "kinds", "checkpoints", "budgets")
+    @classmethod
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        found = _split_outside_brackets(value)
+        if not found:
+            raise ValueError("at least one is needed")
+        return found
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _end_or_percent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if text != "end":
+                percent(text)
+        return value
+
+    @field_validator("budgets")
+    @classmethod
+    def _percent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            percent(text)
+        return value
+
+
 class OnlineConfig(Config):
     """Which policies are run at which budgets."""
 
@@ -321,6 +401,7 @@ class Recipe(Config):
     label: tuple[LabelConfig, ...] = (LabelConfig(),)
     probe: ProbeConfig = ProbeConfig()
     correlate: CorrelateConfig = CorrelateConfig()
+    offline: OfflineConfig = OfflineConfig()
     online: OnlineConfig = OnlineConfig()
     report: ReportConfig = ReportConfig()
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cfkv.config import Execution, Recipe
+from cfkv.config import Execution, OfflineConfig, Recipe
 from cfkv.errors import CfkvError, unknown_name
 from cfkv.stage import MANY_NAMES, Run, StageResult
 
@@ -149,7 +149,9 @@ def print_owed(session: Session, stages: Sequence[str], owed: Sequence[str]) -> 
     """Say that the analysis among `stages` waits for other shards, and who finishes the run."""
     path = session.run.path
     what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
-    finishing = {"compare": "evaluate online", "correlate": "correlate", "report": "report"}
+    finishing = {"compare": "evaluate online", "validity": "evaluate offline"} | {
+        name: name for name in ("correlate", "report")
+    }
     commands = [f"`cfkv {command} {path}`" for stage, command in finishing.items() if stage in stages]
     print(f"other shards still owe parts of {what}; the last shard, or a later")
     print(f"{' and '.join(commands)}, finishes the run")
@@ -169,7 +171,7 @@ def print_comparison(run: Run) -> None:
 
 def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
     """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
-    if result.name in ("correlate", "compare"):
+    if result.name in ("correlate", "compare", "validity"):
         if result.note:
             print(result.note)
         return
@@ -192,6 +194,19 @@ def print_correlations(run: Run) -> None:
     from cfkv.schemas import CORRELATIONS
 
     Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))
+
+
+def print_validity(run: Run, config: OfflineConfig) -> None:
+    """Print every judged policy against each label."""
+    from cfkv import store
+    from cfkv.analysis.validity_summary import validity_tables
+    from cfkv.schemas import VALIDITY_SUMMARY
+
+    summary = store.collect(run.path, VALIDITY_SUMMARY)
+    if summary.is_empty():
+        print("no trace is labelled, so that no policy can be held against anything; `token_labels` says why")
+    for table in validity_tables(summary, config):
+        Console().print(table)
 
 
 def print_validation(found: Validation) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from cfkv import store
 from cfkv.config import Execution, LabelConfig, Recipe
 from cfkv.evaluation._arms import Arm, acts_at_once, arms, traces_together
+from cfkv.evaluation._names import named_policies
 from cfkv.labels._base import TraceLength, label_kinds
 from cfkv.models.loading import layer_sizes, load_tokenizer
 from cfkv.models.tokens import encode
@@ -22,8 +23,8 @@ from cfkv.traces.items import TraceItem, trace_items
 from cfkv.traces.prompts import WORKED_ANSWER_PREFIX, prompt_ids, worked_pieces
 from cfkv.traces.stage import trace_identity
 
-# Measured on Parquet parts: bytes per token of a traces row, per window, and per signal value.
-TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES = 12.0, 40.0, 2.3
+# Measured on Parquet parts: bytes per token of a traces row, per window, per signal value, and per row of validity.
+TRACE_BYTES, WINDOW_BYTES, VALUE_BYTES, ROW_BYTES = 12.0, 40.0, 2.3, 45.0
 # Bytes per row of evaluations, per position of a keep set, and of the two files of an arm's part, however short.
 EVALUATION_BYTES, KEPT_BYTES, ARM_PART_BYTES = 120.0, 0.45, 8800
 
@@ -48,7 +49,7 @@ class PlannedTrace(TraceLength):
 
 
 def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
-    """Costs of `stages` (trace, label:KIND, probe, evaluate online) in this order.
+    """Costs of `stages` (trace, label:KIND, probe, evaluate online, evaluate offline) in this order.
 
     Lengths come from the traces table where it is complete, from the tokenised texts otherwise, with the
     generation cap as the length of what is not written yet.
@@ -65,6 +66,8 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             costs += _probe(recipe, lengths, execution, bound=not made)
         elif name == "evaluate online":
             costs.append(_online(recipe, lengths, execution))
+        elif name == "evaluate offline":
+            costs.append(_offline(recipe, lengths, execution))
     return costs
 
 
@@ -190,3 +193,15 @@ def _kept_positions(
             evictions = 1 + steps // arm.policy.schedule.growth
             total += recipe.online.samples * rows * evictions * (length.prompt_len + more)
     return total
+
+
+def _offline(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
+    """One pass up to the answer, shared by all policies; none if stored signals are enough, so a bound."""
+    config = recipe.offline
+    policies = len(named_policies(config.policies))
+    tokens = sum(length.answer_start for length in lengths)
+    forwards = sum(-(-length.answer_start // execution.chunk_size) for length in lengths)
+    rows = policies * len(lengths) * len(config.checkpoints) * (5 + 3 * len(config.budgets))
+    return Cost(
+        "evaluate offline", policies * len(lengths), forwards, tokens, int(rows * ROW_BYTES), bound=True
+    )

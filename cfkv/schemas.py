@@ -227,6 +227,63 @@ CORRELATIONS = Table(
     key=("kind", "signal", "layer", "smoothing", "control", "measure"),
 )
 
+POLICY_VALIDITY = Table(
+    "policy_validity",
+    1,
+    _columns(
+        policy=STRING,  # name with the parameters that differ from the defaults, such as h2o:recent_share=0.25
+        kind=STRING,
+        trace_id=STRING,
+        problem_id=STRING,
+        checkpoint=STRING,  # end: the last token before the answer; 50%: that share of the reasoning
+        step=INT,  # tokens cached when the policy scored them
+        # of the score: rho, rho_value, auroc, average_precision, ndcg; of keep sets: recall, overlap, regret
+        measure=STRING,
+        share=pa.float64(),  # kept share of the candidates; null for measures of the score
+        value=pa.float64(),
+        n_candidates=INT,  # tested tokens among those cached
+        n_important=INT,
+        nan_reason=STRING,
+    ),
+    key=("policy", "kind", "trace_id", "checkpoint", "measure", "share"),
+    partition="policy",
+)
+
+JUDGED = Table(
+    "judged",
+    1,
+    _columns(trace_id=STRING, policy=STRING, n_tokens=INT, status=STRING, reason=STRING),
+    key=("trace_id", "policy"),
+    partition="policy",
+)
+
+VALIDITY_SUMMARY = Table(
+    "validity_summary",
+    1,
+    _columns(
+        policy=STRING,
+        kind=STRING,
+        checkpoint=STRING,
+        measure=STRING,
+        share=pa.float64(),
+        versus=STRING,  # null: the measure itself; random, position: its paired difference from that policy
+        estimate=pa.float64(),
+        low=pa.float64(),
+        high=pa.float64(),
+        level=pa.float64(),
+        pvalue=pa.float64(),  # of differences alone: against 0
+        adjusted_pvalue=pa.float64(),  # over the policies of one kind, checkpoint, measure, share and versus
+        n_policies=INT,  # how many tests that are
+        n_traces=INT,
+        n_problems=INT,
+        n_dropped=INT,  # traces without a value
+        n_candidates=INT,  # of the traces that count
+        n_important=INT,
+        nan_reason=STRING,  # of what is NaN: the estimate, or the interval alone
+    ),
+    key=("policy", "kind", "checkpoint", "measure", "share", "versus"),
+)
+
 EVALUATIONS = Table(
     "evaluations",
     1,
@@ -417,6 +474,9 @@ TABLES: Mapping[str, Table] = {
         HEAD_AGREEMENT,
         GATE_SIGNALS,
         CORRELATIONS,
+        POLICY_VALIDITY,
+        JUDGED,
+        VALIDITY_SUMMARY,
         EVALUATIONS,
         KEEP_SETS,
         POLICY_ACCURACY,

@@ -56,6 +56,10 @@ class Session:
             from cfkv.signals._stage import check_groups
 
             check_groups(self.recipe.probe)
+        if "evaluate offline" in stages:
+            from cfkv.evaluation._names import named_policies
+
+            named_policies(self.recipe.offline.policies)
 
     def load(self) -> LoadedModel:
         """The model, loaded on the first call."""
@@ -121,6 +125,18 @@ class Session:
             self.run, self.recipe.correlate, self.execution, patient=self.crew.world_size > 1
         )
 
+    def evaluate_offline(self) -> StageResult:
+        """Hold policies against labels."""
+        from cfkv.evaluation.offline import run_offline
+
+        return run_offline(self.run, self.recipe.offline, self.execution, self.crew, self.load, self.describe)
+
+    def validity(self) -> StageResult:
+        """Sum up all judged policies over traces."""
+        from cfkv.evaluation._summary import run_summary
+
+        return run_summary(self.run, self.recipe.offline, patient=self.crew.world_size > 1)
+
     def report(self) -> Path:
         """Write the report."""
         from cfkv.report._stage import run_report
@@ -134,8 +150,13 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
+        if "validity" in stages:
+            from cfkv.evaluation.offline import recorded_names
+
+            own = recorded_names(self.run, self.recipe.offline)
+            return [name for name in own if self.run.missing_parts(name)]
         read: list[str] = ["trace", "label:", "probe:"] if {"correlate", "report"} & set(stages) else []
-        read += ["evaluate "] if "compare" in stages else []
+        read += ["evaluate online"] if "compare" in stages else []
         names = [name for name in recorded if name.startswith(tuple(read))]
         return [name for name in names if self.run.missing_parts(name)]
 
@@ -169,7 +190,11 @@ class Session:
                 from cfkv.evaluation._arms import arms
 
                 names += [f"{name}:{arm.name}" for arm in arms(self.recipe.online)]
-            elif name not in ("correlate", "compare", "report"):
+            elif name == "evaluate offline":
+                from cfkv.evaluation.offline import recorded_names
+
+                names += recorded_names(self.run, self.recipe.offline)
+            elif name not in ("correlate", "compare", "validity", "report"):
                 names.append(name)
         return names
 

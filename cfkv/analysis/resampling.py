@@ -145,6 +145,43 @@ def sorts_of_clusters(sums: Floats, sizes: Floats) -> tuple[Floats, Floats, NDAr
     return sorts[:, 0], sorts[:, 1], number.astype(np.int64)
 
 
+def bootstrap_trace_mean(
+    values: Floats,
+    clusters: NDArray[np.integer],
+    counts: Floats,
+    level: float = 0.95,
+    null: float | None = None,
+) -> BootstrapEstimate:
+    """A mean over traces with a percentile interval over clusters, from draws that many series share.
+
+    Parameters
+    ----------
+    values : array, shape (traces,)
+        NaN is left out.
+    clusters : array, shape (traces,)
+        Cluster of each trace, 0..clusters-1.
+    counts : array, shape (draws, clusters)
+        From `cluster_counts`.
+    level : float
+    null : float, optional
+        As in `bootstrap_mean`.
+
+    Returns
+    -------
+    BootstrapEstimate
+        Undefined without a value. Draws that hit no trace with a value are dropped and counted.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return _undefined("no value", len(counts))
+    sums, totals = (
+        np.bincount(clusters[known], weights=weights, minlength=counts.shape[1])
+        for weights in (values[known], np.ones(int(known.sum())))
+    )
+    numerators = np.round(counts @ sums, 9)  # sums of thirds must not miss a null of 0 by 1e-17
+    return _percentile(float(values[known].mean()), numerators, counts @ totals, level, null)
+
+
 def _percentile(
     estimate: float, numerators: Floats, denominators: Floats, level: float, null: float | None
 ) -> BootstrapEstimate:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from cfkv.errors import CfkvError
-from cfkv.policies._base import Policy
+from cfkv.policies._base import Policy, make_policy, parameters, policy_kinds
+from cfkv.policies.streaming_llm import StreamingLlm
+
+ALL = "all"
+
+
+@parameters
+class Position(StreamingLlm):
+    """The token's index alone: what any score should beat that claims to see more than age."""
+
+    name: ClassVar[str] = "position"
+    source: ClassVar[str] = "cfkv control"
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
@@ -46,3 +58,27 @@ def policy_text(policy: Policy) -> str:
             shown = list(value) if isinstance(value, tuple) else value
             changed.append(f"{each.name}={yaml.safe_dump(shown, default_flow_style=True).splitlines()[0]}")
     return policy.name + (":" + ";".join(sorted(changed)) if changed else "")
+
+
+def scoring_policies() -> list[Policy]:
+    """Every registered policy that chooses by its score: not those that never act or keep what is protected alone."""
+    made = [make_policy(name) for name in policy_kinds.names()]
+    return [p for p in made if p.schedule.kind != "never" and not p.equation.startswith("none")]
+
+
+def named_policies(texts: Sequence[str]) -> dict[str, Policy]:
+    """Policies by their text, `all` standing for every one that scores; random and position come first.
+
+    Raises
+    ------
+    CfkvError
+        For an unknown name or parameter, with the nearest, or an illegal value.
+    """
+    found: dict[str, Policy] = {"random": make_policy("random"), "position": Position(sinks=4)}
+    for text in texts:
+        if text == ALL:
+            found |= {policy.name: policy for policy in scoring_policies() if policy.name not in found}
+        elif text != "position":
+            policy = make_policy(*parse_policy(text))
+            found.setdefault(policy_text(policy), policy)
+    return found

@@ -283,6 +283,8 @@ class BudgetCache(DynamicCache):
             self._select(name, chosen)
         for name in ("probabilities", "queries", "hidden", "hidden_diff"):
             self._select(name, chosen)
+        if self.probabilities is not None:  # `attend` writes the used slots alone
+            self.probabilities[..., self.used :] = 0
         self.held = [self.held[row] for row in rows]
 
     def _select(self, name: str, chosen: Tensor) -> None:

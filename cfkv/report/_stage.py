@@ -22,7 +22,7 @@ def run_report(run: Run, config: ReportConfig) -> Path:
     for name in ("correlate", *run.require("correlate")["identity"]["upstream"]):
         run.wait_for(name, patient=False)
     for name in run.manifest.read()["stages"]:
-        if name.startswith("evaluate "):  # half of an evaluation would look like all of it
+        if name.startswith("evaluate online"):  # half of an evaluation would look like all of it
             run.wait_for(name, patient=False)
     correlations = store.collect(run.path, CORRELATIONS)
     manifest = run.manifest.read()
