@@ -149,8 +149,11 @@ def print_owed(session: Session, stages: Sequence[str], owed: Sequence[str]) -> 
     """Say that the analysis among `stages` waits for other shards, and who finishes the run."""
     path = session.run.path
     what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
-    finishing = {"compare": "evaluate online", "validity": "evaluate offline"} | {
-        name: name for name in ("correlate", "report")
+    finishing = {
+        "validity": "evaluate offline",
+        "compare": "evaluate online",
+        "correlate": "correlate",
+        "report": "report",
     }
     commands = [f"`cfkv {command} {path}`" for stage, command in finishing.items() if stage in stages]
     print(f"other shards still owe parts of {what}; the last shard, or a later")

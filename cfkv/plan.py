@@ -49,7 +49,7 @@ class PlannedTrace(TraceLength):
 
 
 def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> list[Cost]:
-    """Costs of `stages` (trace, label:KIND, probe, evaluate online, evaluate offline) in this order.
+    """Costs of `stages` (trace, label:KIND, probe, evaluate offline, evaluate online) in this order.
 
     Lengths come from the traces table where it is complete, from the tokenised texts otherwise, with the
     generation cap as the length of what is not written yet.
@@ -64,10 +64,10 @@ def plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence
             costs.append(_label(config, lengths, execution))
         elif name == "probe":
             costs += _probe(recipe, lengths, execution, bound=not made)
-        elif name == "evaluate online":
-            costs.append(_online(recipe, lengths, execution))
         elif name == "evaluate offline":
             costs.append(_offline(recipe, lengths, execution))
+        elif name == "evaluate online":
+            costs.append(_online(recipe, lengths, execution))
     return costs
 
 
@@ -150,6 +150,18 @@ def _probe(
     return costs
 
 
+def _offline(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
+    """One pass up to the answer, shared by all policies; none if stored signals are enough, so a bound."""
+    config = recipe.offline
+    policies = len(named_policies(config.policies))
+    tokens = sum(length.answer_start for length in lengths)
+    forwards = sum(-(-length.answer_start // execution.chunk_size) for length in lengths)
+    rows = policies * len(lengths) * len(config.checkpoints) * (5 + 3 * len(config.budgets))
+    return Cost(
+        "evaluate offline", policies * len(lengths), forwards, tokens, int(rows * ROW_BYTES), bound=True
+    )
+
+
 def _online(recipe: Recipe, lengths: Sequence[PlannedTrace], execution: Execution) -> Cost:
     """Every trace under every arm, as if all were run to their caps, in batches as long as their longest row."""
     config, size = recipe.online, recipe.trace.part_size
@@ -193,15 +205,3 @@ def _kept_positions(
             evictions = 1 + steps // arm.policy.schedule.growth
             total += recipe.online.samples * rows * evictions * (length.prompt_len + more)
     return total
-
-
-def _offline(recipe: Recipe, lengths: Sequence[TraceLength], execution: Execution) -> Cost:
-    """One pass up to the answer, shared by all policies; none if stored signals are enough, so a bound."""
-    config = recipe.offline
-    policies = len(named_policies(config.policies))
-    tokens = sum(length.answer_start for length in lengths)
-    forwards = sum(-(-length.answer_start // execution.chunk_size) for length in lengths)
-    rows = policies * len(lengths) * len(config.checkpoints) * (5 + 3 * len(config.budgets))
-    return Cost(
-        "evaluate offline", policies * len(lengths), forwards, tokens, int(rows * ROW_BYTES), bound=True
-    )

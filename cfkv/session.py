@@ -150,14 +150,13 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
-        if "validity" in stages:
-            from cfkv.evaluation.offline import recorded_names
-
-            own = recorded_names(self.run, self.recipe.offline)
-            return [name for name in own if self.run.missing_parts(name)]
         read: list[str] = ["trace", "label:", "probe:"] if {"correlate", "report"} & set(stages) else []
         read += ["evaluate online"] if "compare" in stages else []
         names = [name for name in recorded if name.startswith(tuple(read))]
+        if "validity" in stages:
+            from cfkv.evaluation.offline import recorded_names
+
+            names += recorded_names(self.run, self.recipe.offline)
         return [name for name in names if self.run.missing_parts(name)]
 
     def leave_analysis(self) -> None:
