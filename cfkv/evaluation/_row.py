@@ -130,7 +130,7 @@ class Row:
         shape = reading.loaded.shape
         self.layers, self.kv_heads = shape.num_layers, shape.num_kv_heads
         self.rows = self.policy.rows(self.layers, self.kv_heads)
-        self.place, self.step = 0, reading.length
+        self.place, self.step, self.slots = 0, reading.length, 0
         self.simulated = task.budget is not None and (
             task.simulate or self.policy.ragged and not self.policy.by_layer
         )
@@ -159,21 +159,8 @@ class Row:
         slots = self.task.budget.slots if self.task.budget is not None else self.task.length
         return self.policy.protection(slots, self.task.reading.prompt_len, self.step)
 
-    @property
-    def slots(self) -> int:
-        """Slots that the task needs at most."""
-        ahead = self.task.length - self.task.reading.length
-        if self.simulated:
-            return self.task.length
-        budget, schedule = self.task.budget, self.policy.schedule
-        if budget is None or schedule.kind in ("never", "once"):
-            return self._loaded.shape[-1] + ahead
-        total = self.policy.protection(budget.slots, self.task.reading.prompt_len, self.task.length)
-        most = budget.total(total.count(self.task.reading.prompt_len, self.task.length))
-        return max(self._loaded.shape[-1], min(self.task.length, most + schedule.growth))
-
     def prepare(self) -> None:
-        """Let the policy evict of what was read; after this, `slots` are known.
+        """Let the policy evict of what was read; after this, `slots` says how many the task needs at most.
 
         Raises
         ------
@@ -181,6 +168,17 @@ class Row:
             If the budget is not above what is protected.
         """
         self._loaded, self._state = self._first_eviction()
+        self.slots = self._most_slots(self._loaded.shape[-1])
+
+    def _most_slots(self, loaded: int) -> int:
+        task, schedule = self.task, self.policy.schedule
+        if self.simulated:
+            return task.length
+        if task.budget is None or schedule.kind in ("never", "once"):
+            return loaded + task.length - task.reading.length
+        last = self.policy.protection(task.budget.slots, task.reading.prompt_len, task.length)
+        most = task.budget.total(last.count(task.reading.prompt_len, task.length))
+        return max(loaded, min(task.length, most + schedule.growth))
 
     def load(self, cache: BudgetCache, place: int) -> None:
         """Take over what was read, without what the policy evicts of it; row `place` of the cache."""
