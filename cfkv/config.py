@@ -306,7 +306,9 @@ class OnlineConfig(Config):
         "auto",
         description="Traces that are run: all, or those that are correct; auto: correct ones when forced, else all.",
     )
-    label: str = Field("occlusion", description="Label kind that oracle policies are made from.")
+    label: str = Field(
+        "occlusion", description="Label kind whose graded value oracle policies are made from."
+    )
     positions: Literal["absolute", "compact", "slot"] = Field(
         "absolute",
         description="Rotary position of a new token: its own, or the number of cached tokens, with kept keys rotated "

@@ -116,7 +116,11 @@ def require_label(run: Run, kind: str, policies: Sequence[str]) -> None:
 
 
 def label_values(run: Run, kind: str, index: int) -> dict[str, Tensor]:
-    """The labels [N] of each labelled trace of a part: the graded value if there is one, NaN where untested."""
+    """The labels [N] of each labelled trace of a part: the graded value if there is one, NaN where untested.
+
+    Not the verdict: windows mark more tokens than a small budget holds, and among them only the value tells apart. On
+    the built-in model at 25 %, an oracle of verdicts keeps .54 of the answers, one of values .87 (39 traces).
+    """
     path = store.part_path(run.path, TOKEN_LABELS, kind, index)
     found = {}
     for row in store.read_part(path, TOKEN_LABELS).to_pylist():
