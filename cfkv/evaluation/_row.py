@@ -226,8 +226,12 @@ class Row:
         if self.simulated:
             self._mask = keep[..., : reading.length]
             return everything, state.gather(everything)
-        # Layers may hold different numbers (whole chunks): the table is as long as the longest.
-        count = int(keep.sum(dim=-1).max())
+        # Layers may hold different numbers for good (whole chunks): the table is as long as the longest.
+        counts = keep.sum(dim=-1)
+        if not self.policy.ragged:
+            for_good = self.policy.schedule.kind == "once"
+            self._check_even(counts, counts[:, :1] if for_good else counts[:1, :1])
+        count = int(counts.max())
         slots = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
         self._mask = keep.gather(-1, slots)
         return slots, state.gather(slots)
@@ -310,16 +314,19 @@ class Row:
                 self._drop(cache, gone_mask)
             else:
                 counts = gone_mask.sum(dim=-1)
-                count = int(counts[0, 0])
-                if bool((counts != count).any()):
-                    raise CfkvError(
-                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once "
-                        "from different layers or KV heads; it must declare `ragged = True`"
-                    )
-                self._free(cache, (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
+                self._check_even(counts, counts[:1, :1])
+                slots = (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)
+                self._free(cache, slots[..., : int(counts[0, 0])])
         self.held = self._count(cache) if self.simulated else self.held - self._gone
         if self.positions == "compact":
             self._move_together(cache)
+
+    def _check_even(self, counts: Tensor, expected: Tensor) -> None:
+        if bool((counts != expected).any()):
+            raise CfkvError(
+                f"policy {self.policy.name} keeps or evicts {int(counts.min())} to {int(counts.max())} slots at once on "
+                "different layers or KV heads; it must declare `ragged = True`"
+            )
 
     def _free(self, cache: BudgetCache, slots: Tensor) -> None:
         """Physical eviction: the slots [l, g, E] are for the next tokens."""
