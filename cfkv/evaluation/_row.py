@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -168,9 +169,21 @@ class Row:
         budget, schedule = self.task.budget, self.policy.schedule
         if budget is None or schedule.kind in ("never", "once"):
             return self._loaded.shape[-1] + ahead
-        total = self.policy.protection(budget.slots, self.task.reading.prompt_len, self.task.length)
-        most = budget.total(total.count(self.task.reading.prompt_len, self.task.length))
-        return max(self._loaded.shape[-1], min(self.task.length, most + schedule.growth))
+        return max(self._loaded.shape[-1], min(self.task.length, self._most + schedule.growth))
+
+    @cached_property
+    def _most(self) -> int:
+        """The most slots that the budget allows at any step: what is protected may grow and shrink."""
+        budget = self.task.budget
+        if budget is None:
+            return self.task.length
+        if budget.scope == "total":
+            return budget.slots
+        first, prompt_len = self.task.reading.length, self.task.reading.prompt_len
+        return max(
+            budget.total(self.policy.protection(budget.slots, prompt_len, step).count(prompt_len, step))
+            for step in range(first, self.task.length + 1)
+        )
 
     def prepare(self) -> None:
         """Let the policy evict of what was read; after this, `slots` are known.
@@ -324,8 +337,8 @@ class Row:
     def _check_even(self, counts: Tensor, expected: Tensor) -> None:
         if bool((counts != expected).any()):
             raise CfkvError(
-                f"policy {self.policy.name} keeps or evicts {int(counts.min())} to {int(counts.max())} slots at once on "
-                "different layers or KV heads; it must declare `ragged = True`"
+                f"policy {self.policy.name} keeps or evicts {int(counts.min())} to {int(counts.max())} slots at once "
+                "on different layers or KV heads; it must declare `ragged = True`"
             )
 
     def _free(self, cache: BudgetCache, slots: Tensor) -> None:

@@ -189,3 +189,21 @@ def test_rows_with_prompts_shorter_than_the_window(make_tiny: Tiny) -> None:
         (expected,) = decode([own], 1)
         assert expected.evictions > 0
         assert (mine.keep_sets, mine.token_ids) == (expected.keep_sets, expected.token_ids)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 9])
+@pytest.mark.parametrize("name", ["lagkv", "streaming_llm", "random", "snapkv_decode"])
+def test_a_budget_beside_the_protected(name: str, slots: int, make_tiny: Tiny) -> None:
+    """What is protected may grow and shrink: a table has room for the most."""
+    loaded = make_tiny("llama", "sdpa")
+    ids = draw(loaded, 100)
+    policy = make_policy(
+        name, {"lagkv": {"sinks": 2, "lag": 20}, "snapkv_decode": {"every": 16}}.get(name, {})
+    )
+    reading = read(loaded, [policy], ids, 24, prompt=24)
+    budget = Budget(slots=slots, scope="beyond_protected")
+    (outcome,) = decode([task(reading, 0, ids, budget, record=True, max_new_tokens=3)], 1)
+    assert outcome.status == "ok", outcome.reason
+    for keep in outcome.keep_sets:
+        protected = policy.protection(slots, 24, keep.step).count(24, keep.step)
+        assert len(keep.kept) == protected + slots
