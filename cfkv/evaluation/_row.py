@@ -141,6 +141,15 @@ class Row:
                 f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
                 "--positions absolute"
             )
+        if (
+            task.budget is not None
+            and task.labels is None
+            and {"label", "shuffled_label"} & set(self.policy.needs)
+        ):
+            raise CfkvError(
+                f"policy {self.policy.name} is made from labels, and the task has none; give it the `labels` of its "
+                "trace [N], NaN where untested, or another policy"
+            )
         self.fed, self.pending, self.ended = 0, 0, False
         self.free = torch.empty(0)
         self.taken, self.held = 0, 0.0

@@ -207,3 +207,13 @@ def test_a_budget_beside_the_protected(name: str, slots: int, make_tiny: Tiny) -
     for keep in outcome.keep_sets:
         protected = policy.protection(slots, 24, keep.step).count(24, keep.step)
         assert len(keep.kept) == protected + slots
+
+
+@pytest.mark.parametrize("name", ["oracle", "anti_oracle", "shuffled_oracle"])
+@pytest.mark.parametrize("stop", [20, 40])
+def test_policies_made_from_labels_say_what_they_miss(name: str, stop: int, make_tiny: Tiny) -> None:
+    loaded = make_tiny("llama", "sdpa")
+    ids = draw(loaded, 50)
+    own = task(read(loaded, [make_policy(name)], ids, stop, prompt=8), 0, ids, Budget(slots=30), labels=None)
+    with pytest.raises(CfkvError, match=rf"policy {name} is made from labels.*labels"):
+        decode([own], 1)
