@@ -217,11 +217,12 @@ class Row:
         index = kept.expand(self.layers, self.kv_heads, -1)[..., None].expand(
             -1, -1, -1, reading.keys.shape[-1]
         )
+        raw = reading.unrotated() if self.positions == "compact" else reading.raw
         cache.load(
             place,
             keys=reading.keys.gather(2, index),
             values=reading.values.gather(2, index),
-            raw=None if reading.raw is None else reading.raw.gather(2, index),
+            raw=None if raw is None else raw.gather(2, index),
             positions=kept.expand(self.layers, self.kv_heads, -1),
             queries=reading.queries,
             hidden=reading.hidden,
