@@ -136,11 +136,8 @@ class Row:
             task.simulate or self.policy.ragged and not self.policy.by_layer
         )
         self.positions: Positions = "compact" if self.policy.compact else task.positions
-        if self.simulated and self.positions != "absolute":
-            raise CfkvError(
-                f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
-                "--positions absolute"
-            )
+        if self.positions != "absolute" and task.budget is not None:
+            self._check_one_length()
         if (
             task.budget is not None
             and task.labels is None
@@ -158,6 +155,22 @@ class Row:
         self._state = State({}, {})
         self._mask: Tensor | None = None
         self._gone = 0
+
+    def _check_one_length(self) -> None:
+        """Raise CfkvError where no number is the next place of every layer's cache."""
+        policy = self.policy
+        if self.simulated:
+            why = "is simulated by masks, where slots are not the cache's order"
+        elif (
+            policy.ragged
+            or policy.schedule.kind == "once"
+            and policy.mask_scope != "global"
+            and not policy.fills
+        ):
+            why = "may leave layers of different lengths, so that a new token has no one place in the cache"
+        else:
+            return
+        raise CfkvError(f"policy {policy.name} {why}; use --positions absolute")
 
     @property
     def protected(self) -> int:

@@ -133,6 +133,20 @@ def test_streaming_llm_rerotated_from_scratch(make_tiny: Tiny) -> None:
     torch.testing.assert_close(found, torch.stack(reference.logits), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("positions", ["slot", "compact"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("h2o", {"simulate": True}), ("ada_kv", {}), ("pyramidkv", {}), ("chunkkv", {})]
+)
+def test_other_positions_need_one_length(
+    name: str, options: dict[str, Any], positions: str, llama: LoadedModel
+) -> None:
+    """Where masks simulate or layers differ in length, no number is every layer's next place."""
+    ids = draw(llama, LENGTH)
+    own = task(read(llama, [small(name)], ids, 50), 0, ids, Budget(slots=44), positions=positions, **options)
+    with pytest.raises(CfkvError, match=f"policy {name} .*--positions absolute"):
+        decode([own], 1)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "qwen2"])
 def test_eager_equals_sdpa(family: str, make_tiny: Tiny) -> None:
     """Also with sliding windows of 8, which every budget here is above."""
