@@ -180,7 +180,7 @@ def test_short_contexts(context: int, make_tiny: Tiny) -> None:
 def test_rows_with_texts_shorter_than_the_window(make_tiny: Tiny) -> None:
     """How many queries a row has is its own, also after others left."""
     loaded = make_tiny("llama", "sdpa")
-    policy, tasks = make_policy("scissorhands"), []
+    policy, tasks = make_policy("scissorhands", {"recent": 2, "drop": 0.25}), []
     for start, length in ((20, 26), (19, 25), (2, 34), (30, 60)):
         ids = distinct(loaded, length, seed=start)
         reading = read(loaded, [policy], ids, start, prompt=start)
