@@ -16,6 +16,7 @@ from cfkv.errors import CfkvError
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._row import Outcome, Task
 from cfkv.models import compat
+from cfkv.models.budget_cache import BudgetCache, Reads
 from cfkv.models.decode import generate_greedy
 from cfkv.models.loading import LoadedModel
 from cfkv.policies._base import make_policy, policy_kinds
@@ -225,14 +226,37 @@ def test_attention_with_more_than_dot_products_is_refused(
         decode([task(reading, 0, range(9, 29), Budget(slots=8), max_new_tokens=4)], 1)
 
 
-def test_bfloat16(make_tiny: Tiny) -> None:
-    """Every policy runs; with room for all, the tokens are those of the model's own cache but for ties."""
+@pytest.fixture
+def half(make_tiny: Tiny) -> LoadedModel:
+    """A tiny model in bfloat16."""
     loaded = make_tiny("qwen3", "sdpa")
     model = type(loaded.model)._from_config(
         loaded.model.config, attn_implementation="sdpa", dtype=torch.bfloat16
     )
     model.load_state_dict(loaded.model.state_dict())
-    half = dataclasses.replace(loaded, model=model.eval(), dtype=torch.bfloat16)
+    return dataclasses.replace(loaded, model=model.eval(), dtype=torch.bfloat16)
+
+
+def test_differences_of_hidden_states_are_not_rounded(half: LoadedModel) -> None:
+    """As where a text is read at once: in float32, of states in bfloat16."""
+    cache = BudgetCache(half, 1, 4, Reads(hidden=True))
+    before, new = torch.tensor([1.0, 256.0]).bfloat16(), torch.tensor([1.0 + 2**-7, 0.5]).bfloat16()
+    states = torch.zeros(2, half.shape.hidden_size, dtype=torch.bfloat16)
+    states[0, :2], states[1, :2] = before, new
+    cache.load(
+        0,
+        keys=cache.keys[:, 0, :, :1].clone(),
+        values=cache.values[:, 0, :, :1].clone(),
+        positions=torch.tensor([0]),
+        hidden=states[0].expand(half.shape.num_layers, -1),
+    )
+    cache._hidden_tap(0, states[1][None, None])
+    # 2^-7 and 255.5, which bfloat16 rounds to 256: eight bits reach from 256 down to 1
+    assert float(cache.hidden_diff[0, 0]) == pytest.approx((255.5**2 + 2**-14) ** 0.5, rel=1e-6)
+
+
+def test_bfloat16(half: LoadedModel) -> None:
+    """Every policy runs; with room for all, the tokens are those of the model's own cache but for ties."""
     ids, names = distinct(half, LENGTH), policy_kinds.names()
     policies = [small(name) for name in names]
     readings = {stop: read(half, policies, ids, stop, prompt=16) for stop in (16, 52)}
