@@ -223,6 +223,17 @@ class Reading:
             self._tables = compat.rotary_tables(self.loaded.model, positions, self.keys)
         return self._tables
 
+    def unrotated(self) -> Tensor:
+        """Keys before the rotary embedding, whether some policy needs them or not."""
+        if self.raw is None:
+            layers = compat.decoder_layers(self.loaded.model)
+            self.raw = torch.empty_like(self.keys)
+            for index, (cosine, sine) in enumerate(self.rotary_tables(self.capacity)):
+                module = compat.block_part(layers[index], "attention", index)
+                angles = cosine[None, : self.capacity], sine[None, : self.capacity]
+                self.raw[index] = compat.unrotate(module, self.keys[index][None], *angles)[0]
+        return self.raw
+
     def _attention_of(self, queries: Tensor) -> Tensor:
         times = torch.arange(self.length - queries.shape[2], self.length, device=queries.device)
         valid = (self.positions < self.length)[None]

@@ -135,10 +135,16 @@ class Row:
             task.simulate or self.policy.ragged and not self.policy.by_layer
         )
         self.positions: Positions = "compact" if self.policy.compact else task.positions
-        if self.simulated and self.positions != "absolute":
+        if self.positions != "absolute" and task.budget is not None:
+            self._check_one_length()
+        if (
+            task.budget is not None
+            and task.labels is None
+            and {"label", "shuffled_label"} & set(self.policy.needs)
+        ):
             raise CfkvError(
-                f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
-                "--positions absolute"
+                f"policy {self.policy.name} is made from labels, and the task has none; give it the `labels` of its "
+                "trace [N], NaN where untested, or another policy"
             )
         self.fed, self.pending, self.ended = 0, 0, False
         self.free = torch.empty(0)
@@ -148,6 +154,22 @@ class Row:
         self._state = State({}, {})
         self._mask: Tensor | None = None
         self._gone = 0
+
+    def _check_one_length(self) -> None:
+        """Raise CfkvError where no number is the next place of every layer's cache."""
+        policy = self.policy
+        if self.simulated:
+            why = "is simulated by masks, where slots are not the cache's order"
+        elif (
+            policy.ragged
+            or policy.schedule.kind == "once"
+            and policy.mask_scope != "global"
+            and not policy.fills
+        ):
+            why = "may leave layers of different lengths, so that a new token has no one place in the cache"
+        else:
+            return
+        raise CfkvError(f"policy {policy.name} {why}; use --positions absolute")
 
     @property
     def protected(self) -> int:
@@ -176,9 +198,17 @@ class Row:
             return task.length
         if task.budget is None or schedule.kind in ("never", "once"):
             return loaded + task.length - task.reading.length
-        last = self.policy.protection(task.budget.slots, task.reading.prompt_len, task.length)
-        most = task.budget.total(last.count(task.reading.prompt_len, task.length))
-        return max(loaded, min(task.length, most + schedule.growth))
+        return max(loaded, min(task.length, self._most_held(task.budget) + schedule.growth))
+
+    def _most_held(self, budget: Budget) -> int:
+        """The most tokens that the budget allows at any step: what is protected may grow and shrink."""
+        if budget.scope == "total":
+            return budget.slots
+        prompt_len = self.task.reading.prompt_len
+        return max(
+            budget.total(self.policy.protection(budget.slots, prompt_len, step).count(prompt_len, step))
+            for step in range(self.task.reading.length, self.task.length + 1)
+        )
 
     def load(self, cache: BudgetCache, place: int) -> None:
         """Take over what was read, without what the policy evicts of it; row `place` of the cache."""
@@ -193,11 +223,12 @@ class Row:
         index = kept.expand(self.layers, self.kv_heads, -1)[..., None].expand(
             -1, -1, -1, reading.keys.shape[-1]
         )
+        raw = reading.unrotated() if self.positions == "compact" else reading.raw
         cache.load(
             place,
             keys=reading.keys.gather(2, index),
             values=reading.values.gather(2, index),
-            raw=None if reading.raw is None else reading.raw.gather(2, index),
+            raw=None if raw is None else raw.gather(2, index),
             positions=kept.expand(self.layers, self.kv_heads, -1),
             queries=reading.queries,
             hidden=reading.hidden,
@@ -224,8 +255,12 @@ class Row:
         if self.simulated:
             self._mask = keep[..., : reading.length]
             return everything, state.gather(everything)
-        # Layers may hold different numbers (whole chunks): the table is as long as the longest.
-        count = int(keep.sum(dim=-1).max())
+        # Layers may hold different numbers for good (whole chunks): the table is as long as the longest.
+        counts = keep.sum(dim=-1)
+        if not self.policy.ragged:
+            for_good = self.policy.schedule.kind == "once"
+            self._check_even(counts, counts[:, :1] if for_good else counts[:1, :1])
+        count = int(counts.max())
         slots = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
         self._mask = keep.gather(-1, slots)
         return slots, state.gather(slots)
@@ -308,16 +343,19 @@ class Row:
                 self._drop(cache, gone_mask)
             else:
                 counts = gone_mask.sum(dim=-1)
-                count = int(counts[0, 0])
-                if bool((counts != count).any()):
-                    raise CfkvError(
-                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once "
-                        "from different layers or KV heads; it must declare `ragged = True`"
-                    )
-                self._free(cache, (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
+                self._check_even(counts, counts[:1, :1])
+                slots = (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)
+                self._free(cache, slots[..., : int(counts[0, 0])])
         self.held = self._count(cache) if self.simulated else self.held - self._gone
         if self.positions == "compact":
             self._move_together(cache)
+
+    def _check_even(self, counts: Tensor, expected: Tensor) -> None:
+        if bool((counts != expected).any()):
+            raise CfkvError(
+                f"policy {self.policy.name} keeps or evicts {int(counts.min())} to {int(counts.max())} slots at once "
+                "on different layers or KV heads; it must declare `ragged = True`"
+            )
 
     def _free(self, cache: BudgetCache, slots: Tensor) -> None:
         """Physical eviction: the slots [l, g, E] are for the next tokens."""

@@ -242,7 +242,7 @@ class BudgetCache(DynamicCache):
     def _hidden_tap(self, layer: int, output: Tensor) -> None:
         if layer >= 0 and self.hidden is not None:
             new = output[:, -1]
-            self.hidden_diff[layer] = (new - self.hidden[layer]).float().norm(dim=-1)
+            self.hidden_diff[layer] = (new.float() - self.hidden[layer].float()).norm(dim=-1)
             self.hidden[layer] = new
 
     def step(self, tokens: Tensor, slots: Tensor, positions: Tensor, rotary: Tensor) -> Tensor:

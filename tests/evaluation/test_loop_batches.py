@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cfkv.evaluation._loop import decode
 from cfkv.evaluation._row import Outcome, Task
+from cfkv.models.budget_cache import BudgetCache, Reads
 from cfkv.models.loading import LoadedModel
 from cfkv.policies._base import Policy, Schedule, Seen, State, View, policy_kinds
 from cfkv.policies._budget import Budget
@@ -108,3 +109,24 @@ def test_a_row_that_leaves_takes_the_slots_along_that_only_it_used(shorter: int,
     expected, found = decode([own], 1)[0], decode([own, other], 2)[0]
     assert expected.evictions == 5
     assert compare(found, expected, "oldest") == 0
+
+
+def test_rows_that_stay_keep_their_own_queries(make_tiny: Tiny) -> None:
+    loaded = make_tiny("llama", "sdpa")
+    cache = BudgetCache(loaded, 3, 8, Reads(queries=5))
+    for row, count in enumerate((2, 7, 4)):
+        ids = distinct(loaded, count, seed=row)
+        reading = read(loaded, [small("snapkv")], ids, count)
+        cache.load(
+            row,
+            keys=reading.keys,
+            values=reading.values,
+            positions=torch.arange(count),
+            queries=reading.queries,
+        )
+        torch.testing.assert_close(cache.newest_queries(row, 5), reading.queries[:, :, -5:])
+    before = [cache.newest_queries(row, 5) for row in range(3)]
+    assert [queries.shape[2] for queries in before] == [2, 5, 4]
+    cache.keep_rows([2, 0])
+    for place, row in enumerate((2, 0)):
+        torch.testing.assert_close(cache.newest_queries(place, 5), before[row])
