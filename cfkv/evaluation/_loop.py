@@ -12,7 +12,6 @@ from cfkv.errors import ItemError
 from cfkv.evaluation._row import Outcome, Row, Task, reads
 from cfkv.models.budget_cache import BudgetCache
 
-
 # Receives the index of a task, the position of the token that was fed, and the logits after it [vocabulary].
 Watch = Callable[[int, int, Tensor], None]
 

@@ -223,6 +223,24 @@ class Reading:
             self._tables = compat.rotary_tables(self.loaded.model, positions, self.keys)
         return self._tables
 
+    def unrotated(self) -> Tensor:
+        """Keys before the rotary embedding, [L, G, N, D]; computed now if no policy of this reading asked for them."""
+        if self.raw is not None:
+            return self.raw
+        modules = [
+            compat.block_part(layer, "attention", index)
+            for index, layer in enumerate(compat.decoder_layers(self.loaded.model))
+        ]
+        tables = self.rotary_tables(self.capacity)
+        return torch.stack(
+            [
+                compat.unrotate(
+                    module, self.keys[layer : layer + 1], *(table[None, : self.capacity] for table in angles)
+                )[0]
+                for layer, (module, angles) in enumerate(zip(modules, tables, strict=True))
+            ]
+        )
+
     def _attention_of(self, queries: Tensor) -> Tensor:
         times = torch.arange(self.length - queries.shape[2], self.length, device=queries.device)
         valid = (self.positions < self.length)[None]

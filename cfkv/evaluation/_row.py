@@ -139,6 +139,11 @@ class Row:
                 f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
                 "--positions absolute"
             )
+        if task.labels is None and (wanted := {"label", "shuffled_label"} & set(self.policy.needs)):
+            raise CfkvError(
+                f"policy {self.policy.name} is made from labels ({', '.join(wanted)}), and this text has none; run "
+                "`cfkv label` on its traces first, or leave the policy out"
+            )
         self.fed, self.pending, self.ended = 0, 0, False
         self.free = torch.empty(0)
         self.taken, self.held = 0, 0.0
@@ -182,7 +187,7 @@ class Row:
             place,
             keys=reading.keys.gather(2, index),
             values=reading.values.gather(2, index),
-            raw=None if reading.raw is None else reading.raw.gather(2, index),
+            raw=self._raw(index),
             positions=kept.expand(self.layers, self.kv_heads, -1),
             queries=reading.queries,
             hidden=reading.hidden,
@@ -193,6 +198,12 @@ class Row:
         self.held = self._count(cache)
         if self.positions == "compact" and self.outcome.evictions:
             self._move_together(cache)
+
+    def _raw(self, index: Tensor) -> Tensor | None:
+        """Keys before the rotary embedding, if the policy or compact positions need them."""
+        if self.positions == "compact" or "raw_keys" in self.policy.needs:
+            return self.task.reading.unrotated().gather(2, index)
+        return None
 
     def _first_eviction(self) -> tuple[Tensor, State]:
         """Slots of the reading that are loaded, [l, g, K], and the state there."""
@@ -289,8 +300,8 @@ class Row:
                 count = int(counts[0, 0])
                 if bool((counts != count).any()):
                     raise CfkvError(
-                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once from "
-                        "different layers or KV heads; it must declare `ragged = True`"
+                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once "
+                        "from different layers or KV heads; it must declare `ragged = True`"
                     )
                 self._free(cache, (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
         self.held = self._count(cache) if self.simulated else self.held - self._gone
