@@ -23,6 +23,8 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OfflineConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -86,7 +88,7 @@ def run(
     set: Annotated[list[str] | None, Parameter(help="Override section.key=value; may be repeated.")] = None,
     execution: ExecutionFlags = Execution(),
 ) -> int:
-    """Run a whole experiment: trace, label, probe, correlate, report. Resumable."""
+    """Run a whole experiment: trace, label, probe, correlate, report; policies too if it has `online`. Resumable."""
     loaded = apply_settings(load_recipe(recipe), set or [])
     return _run_recipe(loaded, directory or Path("runs") / recipe.stem, execution)
 
@@ -152,6 +154,62 @@ def correlate(
     return _stages(directory, _layered(directory, recipe, correlate=config), execution, ["correlate"])
 
 
+evaluate = App(name="evaluate", help="Judge policies: by labels, or by the answers that survive a budget.")
+app.command(evaluate)
+
+
+@evaluate.command
+def offline(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OfflineConfig, Flat] = OfflineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Hold policies' scores against labels, without decoding; prints which beat chance."""
+    whole = _layered(directory, recipe, model=model, offline=config)
+    return _stages(directory, whole, execution, ["evaluate offline", "validity"])
+
+
+@evaluate.command
+def online(
+    directory: Directory,
+    /,
+    *,
+    recipe: RecipeFlag = None,
+    model: ModelFlags = ModelConfig(),
+    config: Annotated[OnlineConfig, Flat] = OnlineConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Run policies at real budgets; prints accuracy beside the full cache and random eviction."""
+    whole = _layered(directory, recipe, model=model, online=config)
+    return _stages(directory, whole, execution, ["evaluate online", "compare"])
+
+
+@app.command
+def score(
+    file: Annotated[Path, Parameter(help="Python file with one policy; see pipelines/example_policy.py.")],
+    directory: Annotated[Path, Parameter(help="Run directory with labels.")],
+    /,
+    *,
+    label: Annotated[str, Parameter(help="Label kind; all: every one of the run.")] = "all",
+    model: ModelFlags = ModelConfig(),
+    execution: ExecutionFlags = Execution(),
+) -> int:
+    """Judge a policy of your own between random and oracle; writes nothing."""
+    from cfkv.evaluation.score_file import score_file
+    from cfkv.session import Session
+
+    directory = directory.expanduser()
+    whole = _layered(directory, None, model=model)
+    session = Session.open(directory, whole, execution)
+    kept = whole.offline.model_copy(update={"kinds": (label,), "checkpoints": ("end",)})
+    score_file(file.expanduser(), session.run, kept, execution, session.load)
+    return DONE
+
+
 @app.command
 def report(
     directory: Directory,
@@ -177,12 +235,17 @@ def validate(directory: Annotated[Path, Parameter(help="Run directory to check."
 
 @app.command(name="ls")
 def list_members(
-    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")], /
+    family: Annotated[str, Parameter(help="signals, labels, policies, problems, models or benches.")],
+    name: Annotated[str | None, Parameter(help="A policy, whose card is printed.")] = None,
+    /,
 ) -> int:
-    """List what can be named: signals, labels, policies, problems, models or benches."""
-    from cfkv.listing import print_family
+    """List what can be named: signals, labels, policies, problems, models or benches; or one policy's card."""
+    from cfkv.listing import print_card, print_family
 
-    print_family(family)
+    if name is None:
+        print_family(family)
+    else:
+        print_card(family, name)
     return DONE
 
 
@@ -244,8 +307,12 @@ def _layered(directory: Path, recipe: Path | None, **flags: Config) -> Recipe:
 
 
 def _run_recipe(recipe: Recipe, directory: Path, execution: Execution) -> int:
+    """All stages; those of policies only if the recipe has that section. What needs the model comes first: shards."""
     labels = [f"label:{config.kind}" for config in recipe.label]
-    return _stages(directory, recipe, execution, ["trace", *labels, "probe", "correlate", "report"])
+    online = "online" in recipe.model_fields_set
+    evaluation, comparison = (["evaluate online"], ["compare"]) if online else ([], [])
+    stages = ["trace", *labels, "probe", *evaluation, "correlate", *comparison, "report"]
+    return _stages(directory, recipe, execution, stages)
 
 
 def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Sequence[str]) -> int:
@@ -266,31 +333,38 @@ def _stages(directory: Path, recipe: Recipe, execution: Execution, stages: Seque
 
 
 def _execute(session: Any, stages: Sequence[str]) -> int:
-    from cfkv.listing import print_correlations, print_result
+    from cfkv.listing import (
+        print_comparison,
+        print_correlations,
+        print_owed,
+        print_result,
+        print_validity,
+    )
 
     failed = 0
     for name in stages:
-        if name in ("correlate", "report"):
+        if name in ("correlate", "compare", "validity", "report"):
             if session.crew.rank > 0:
                 continue
             owed = session.waiting_for(stages)
             if owed:
-                session.leave_analysis()
-                print(f"other shards still owe parts of {', '.join(owed)}; the last shard, or a later")
-                print(
-                    f"`cfkv correlate {session.run.path}` and `cfkv report {session.run.path}`, finishes the run"
-                )
+                print_owed(session, stages, owed)
                 break
         if name == "report":
             print(f"report: {session.report()}")
             continue
         family, _, kind = name.partition(":")
-        result = session.label(kind) if family == "label" else getattr(session, family)()
+        method = getattr(session, family.replace(" ", "_"))
+        result = method(kind) if kind else method()
         failed += result.failed
         if session.crew.speaks:
             print_result(session.run, result, shared=session.crew.count > 1)
             if name == "correlate":
                 print_correlations(session.run)
+            elif name == "compare":
+                print_comparison(session.run)
+            elif name == "validity":
+                print_validity(session.run, session.recipe.offline)
     if session.crew.world_size > 1:
         failed = session.settle(stages)
     return ITEMS_FAILED if failed else DONE

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cfkv.errors import CfkvError, unknown_name
 
 ABSENT = object()
+
+
+def percent(text: str) -> float:
+    """`12.5%` as .125; above 0 %, below 100 %.
+
+    Raises
+    ------
+    ValueError
+        For anything else.
+    """
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / 100 if number != text else math.nan
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise ValueError(f"{text!r} is no percentage above 0% and below 100%, such as 12.5%")
+    return share
 
 
 class Config(BaseModel):
@@ -199,6 +219,129 @@ class CorrelateConfig(Config):
     seed: int = Field(0, ge=0, description="Seed of the bootstrap.")
 
 
+def _split_outside_brackets(value: tuple[str, ...]) -> tuple[str, ...]:
+    names = (name.strip() for text in value for name in re.split(r",(?![^\[]*\])", text))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+class OfflineConfig(Config):
+    """How policies are held against labels, without decoding."""
+
+    policies: tuple[str, ...] = Field(
+        ("all",),
+        description="Names, such as h2o or h2o:recent_share=0.25, or all that choose by a score; `cfkv ls policies` "
+        "lists them. random and position are always there.",
+    )
+    kinds: tuple[str, ...] = Field(
+        ("all",), description="Label kinds of the run; all: every one but the control `null`."
+    )
+    checkpoints: tuple[str, ...] = Field(
+        ("end",),
+        description="When the cache is scored: end (the last token before the answer), or a share of the reasoning "
+        "such as 50%.",
+    )
+    budgets: tuple[str, ...] = Field(
+        ("12.5%", "25%", "50%"),
+        description="Shares of the candidates that are kept, rounded down, at least one.",
+    )
+    high_damage: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="As for correlate: the share of a graded kind's tokens that is important.",
+    )
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a measure."
+    )
+    draws: int = Field(
+        10_000,
+        ge=100,
+        description="Bootstrap draws over problems. No p-value is below 2 / (draws + 1) times the policies.",
+    )
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    seed: int = Field(0, ge=0, description="Seed of random scores, of shuffled labels, and of the bootstrap.")
+
+    @field_validator("policies", "kinds", "checkpoints", "budgets")
+    @classmethod
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        found = _split_outside_brackets(value)
+        if not found:
+            raise ValueError("at least one is needed")
+        return found
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _end_or_percent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if text != "end":
+                percent(text)
+        return value
+
+    @field_validator("budgets")
+    @classmethod
+    def _percent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            percent(text)
+        return value
+
+
+class OnlineConfig(Config):
+    """Which policies are run at which budgets."""
+
+    policies: tuple[str, ...] = Field(
+        ("streaming_llm", "h2o", "tova", "snapkv_decode", "r_kv", "knorm", "keydiff", "epikv", "avokv_e"),
+        description="Names, such as h2o or h2o:recent_share=0.25, or all; `cfkv ls policies` lists them. full and "
+        "random are always there. epikv:layers=from:RUN takes the layers that RUN's correlations found.",
+    )
+    budgets: tuple[str, ...] = Field(
+        ("12.5%", "25%", "50%"),
+        description="512 (tokens per KV head, all in), 25% (of what follows the prompt, beside it), 50%prompt, 64MiB.",
+    )
+    mode: Literal["forced", "free"] = Field(
+        "forced",
+        description="forced: the trace's own reasoning is fed, and only the answer is generated; free: the model "
+        "writes everything.",
+    )
+    items: Literal["auto", "correct", "all"] = Field(
+        "auto",
+        description="Traces that are run: all, or those that are correct; auto: correct ones when forced, else all.",
+    )
+    label: str = Field("occlusion", description="Label kind that oracle policies are made from.")
+    positions: Literal["absolute", "compact", "slot"] = Field(
+        "absolute",
+        description="Rotary position of a new token: its own, or the number of cached tokens, with kept keys rotated "
+        "together (compact) or as they are (slot).",
+    )
+    samples: int = Field(1, ge=1, description="Answers per item; 1 is greedy.")
+    temperature: float = Field(0.6, gt=0, description="Of several samples.")
+    seed: int = Field(0, ge=0, description="Seed of samples and of policies that draw.")
+    max_new_tokens: int = Field(512, ge=1, description="Cap on what is generated.")
+    simulate: bool = Field(
+        False, description="Mask evicted entries instead of overwriting them; the same answers."
+    )
+    keep_sets: bool = Field(False, description="Store the positions that are left after each eviction.")
+    answer_match: Literal["exact", "math"] = Field(
+        "exact", description="When two answers are the same: normalised string, or math-verify."
+    )
+    level: float = Field(0.95, gt=0, lt=1, description="Confidence level of all intervals.")
+    draws: int = Field(2000, ge=100, description="Bootstrap draws over problems.")
+    correction: Literal["holm", "benjamini_hochberg"] = Field(
+        "holm", description="Of p-values over the policies of a budget."
+    )
+
+    @field_validator("budgets", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, value: Any) -> Any:
+        return (
+            [str(each) if type(each) is int else each for each in value] if isinstance(value, list) else value
+        )
+
+    @field_validator("policies", "budgets")
+    @classmethod
+    def _split(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return _split_outside_brackets(value)
+
+
 class ReportConfig(Config):
     """What the report shows."""
 
@@ -219,6 +362,10 @@ class BenchConfig(Config):
     candidates: int = Field(64, ge=2, description="For oracle, single removals.")
     horizon: int = Field(8, ge=1, description="For oracle, tokens that are replayed.")
     tokens: int = Field(2048, ge=64, description="For probe, tokens of the input.")
+    slots: int = Field(1024, ge=64, description="For decode, tokens per KV head.")
+    steps: int = Field(32, ge=4, description="For decode, tokens that are written and timed.")
+    positions: int = Field(4000, ge=128, description="For decode, length of the long text.")
+    sequences: int = Field(8, ge=2, description="For decode, sequences of a batch.")
     chunk_size: int = Field(512, ge=1, description="Most tokens per forward.")
 
 
@@ -254,6 +401,8 @@ class Recipe(Config):
     label: tuple[LabelConfig, ...] = (LabelConfig(),)
     probe: ProbeConfig = ProbeConfig()
     correlate: CorrelateConfig = CorrelateConfig()
+    offline: OfflineConfig = OfflineConfig()
+    online: OnlineConfig = OnlineConfig()
     report: ReportConfig = ReportConfig()
 
 
@@ -345,21 +494,23 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
 
 
 def apply_settings(recipe: Recipe, settings: list[str]) -> Recipe:
-    """Apply `--set a.b=c` overrides; the value is read as YAML."""
+    """Apply `--set a.b=c` overrides; the value is read as YAML. Sections that nobody named stay unset."""
     data = recipe.model_dump(mode="json")
+    named = set(recipe.model_fields_set)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise CfkvError(f"--set {setting!r} has no '='; write --set section.key=value")
         target: Any = data
         *parents, last = key.split(".")
+        named.add(key.partition(".")[0])
         for part in parents:
             target = _descend(target, part, key)
         for entry in target if isinstance(target, list) else [target]:
             if not isinstance(entry, dict):
                 raise _no_section(key, entry)
             entry[last] = _yaml_value(setting, text)
-    return parse_recipe(data, "--set")
+    return parse_recipe({name: value for name, value in data.items() if name in named}, "--set")
 
 
 def _yaml_value(setting: str, text: str) -> Any:

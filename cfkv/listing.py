@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from cfkv.config import Execution, Recipe
-from cfkv.errors import unknown_name
-from cfkv.stage import Run, StageResult
+from cfkv.config import Execution, OfflineConfig, Recipe
+from cfkv.errors import CfkvError, unknown_name
+from cfkv.stage import MANY_NAMES, Run, StageResult
 
 if TYPE_CHECKING:
+    from cfkv.session import Session
     from cfkv.validate._check import Check
     from cfkv.validate.run import Validation
 
@@ -86,6 +88,24 @@ def print_family(family: str) -> None:
     Console().print(family_table(family))
 
 
+def print_card(family: str, name: str) -> None:
+    """Print the card of one policy.
+
+    Raises
+    ------
+    CfkvError
+        For another family, or an unknown name.
+    """
+    if family != "policies":
+        raise CfkvError(f"only policies have cards, not {family!r}; write `cfkv ls {family}`")
+    from cfkv.policies._card import policy_card
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for heading, text in policy_card(name):
+        table.add_row(heading, Text(text))
+    Console().print(table)
+
+
 def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Sequence[str]) -> None:
     """Print the costs of `stages`; analysis stages cost seconds and are left out."""
     from cfkv.plan import plan
@@ -110,6 +130,11 @@ def print_plan(recipe: Recipe, execution: Execution, directory: Path, stages: Se
             "draft fails "
             f"(at most {max(config.max_new_tokens for config in recipe.label)} steps per batch)"
         )
+    if "evaluate online" in stages:
+        console.print(
+            "evaluation items are traces x arms x samples; traces that turn out wrong may be left out, and rows that "
+            "stop early leave their batch"
+        )
 
 
 def _bytes(count: float) -> str:
@@ -120,9 +145,38 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def print_owed(session: Session, stages: Sequence[str], owed: Sequence[str]) -> None:
+    """Say that the analysis among `stages` waits for other shards, and who finishes the run."""
+    path = session.run.path
+    what = ", ".join(owed) if len(owed) <= MANY_NAMES else f"{len(owed)} stages"
+    finishing = {
+        "validity": "evaluate offline",
+        "compare": "evaluate online",
+        "correlate": "correlate",
+        "report": "report",
+    }
+    commands = [f"`cfkv {command} {path}`" for stage, command in finishing.items() if stage in stages]
+    print(f"other shards still owe parts of {what}; the last shard, or a later")
+    print(f"{' and '.join(commands)}, finishes the run")
+    if "correlate" in stages:
+        session.leave_analysis()
+
+
+def print_comparison(run: Run) -> None:
+    """Print the accuracy of every policy at every budget."""
+    from cfkv import store
+    from cfkv.analysis.policy_table import accuracy_table
+    from cfkv.schemas import POLICY_ACCURACY, POLICY_COMPARISONS
+
+    tables = (store.collect(run.path, table) for table in (POLICY_ACCURACY, POLICY_COMPARISONS))
+    Console().print(accuracy_table(*tables))
+
+
 def print_result(run: Run, result: StageResult, *, shared: bool) -> None:
     """One line per stage: what was done, found, and how the items ended; `shared`: by this process alone."""
-    if result.name == "correlate":
+    if result.name in ("correlate", "compare", "validity"):
+        if result.note:
+            print(result.note)
         return
     parts = f"{result.parts_written} parts written"
     if result.parts_found:
@@ -143,6 +197,19 @@ def print_correlations(run: Run) -> None:
     from cfkv.schemas import CORRELATIONS
 
     Console().print(correlation_table(store.scan(run.path, CORRELATIONS).collect()))
+
+
+def print_validity(run: Run, config: OfflineConfig) -> None:
+    """Print every judged policy against each label."""
+    from cfkv import store
+    from cfkv.analysis.validity_summary import validity_tables
+    from cfkv.schemas import VALIDITY_SUMMARY
+
+    summary = store.collect(run.path, VALIDITY_SUMMARY)
+    if summary.is_empty():
+        print("no trace is labelled, so that no policy can be held against anything; `token_labels` says why")
+    for table in validity_tables(summary, config):
+        Console().print(table)
 
 
 def print_validation(found: Validation) -> None:

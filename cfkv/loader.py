@@ -31,7 +31,8 @@ class RunTables:
     """The tables of a run directory; each attribute is a lazy frame over all its parts.
 
     Attributes: `traces`, `windows`, `token_labels`, `signals`, `probed`, `head_agreement`, `gate_signals`,
-    `correlations`, and `manifest` (the content of run.json).
+    `correlations`, `policy_validity`, `judged`, `validity_summary`, `evaluations`, `keep_sets`, and `manifest` (the
+    content of run.json).
     """
 
     def __init__(self, path: Path) -> None:

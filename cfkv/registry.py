@@ -37,6 +37,11 @@ class Registry(Generic[T]):
         """Class decorator: enter `member` under the stem of the module that defines it."""
         name = member.__module__.rpartition(".")[2]
         if name in self._members and self._members[name] is not member:
+            if self._members[name].__module__ == member.__module__:
+                raise CfkvError(
+                    f"{self.kind} {name!r} is registered twice in one module ({self._members[name].__name__} and "
+                    f"{member.__name__}); a module holds one, named after its file: move the other"
+                )
             raise CfkvError(
                 f"{self.kind} {name!r} is registered twice, by {self._members[name].__module__} and "
                 f"{member.__module__}; rename one module"
@@ -45,6 +50,10 @@ class Registry(Generic[T]):
         attributes.name = name
         self._members[name] = member
         return member
+
+    def withdraw(self, name: str) -> None:
+        """Forget a member that was registered for a while."""
+        self._members.pop(name, None)
 
     def _discover(self) -> None:
         if self._discovered:

@@ -227,13 +227,70 @@ CORRELATIONS = Table(
     key=("kind", "signal", "layer", "smoothing", "control", "measure"),
 )
 
+POLICY_VALIDITY = Table(
+    "policy_validity",
+    1,
+    _columns(
+        policy=STRING,  # name with the parameters that differ from the defaults, such as h2o:recent_share=0.25
+        kind=STRING,
+        trace_id=STRING,
+        problem_id=STRING,
+        checkpoint=STRING,  # end: the last token before the answer; 50%: that share of the reasoning
+        step=INT,  # tokens cached when the policy scored them
+        # of the score: rho, rho_value, auroc, average_precision, ndcg; of keep sets: recall, overlap, regret
+        measure=STRING,
+        share=pa.float64(),  # kept share of the candidates; null for measures of the score
+        value=pa.float64(),
+        n_candidates=INT,  # tested tokens among those cached
+        n_important=INT,
+        nan_reason=STRING,
+    ),
+    key=("policy", "kind", "trace_id", "checkpoint", "measure", "share"),
+    partition="policy",
+)
+
+JUDGED = Table(
+    "judged",
+    1,
+    _columns(trace_id=STRING, policy=STRING, n_tokens=INT, status=STRING, reason=STRING),
+    key=("trace_id", "policy"),
+    partition="policy",
+)
+
+VALIDITY_SUMMARY = Table(
+    "validity_summary",
+    1,
+    _columns(
+        policy=STRING,
+        kind=STRING,
+        checkpoint=STRING,
+        measure=STRING,
+        share=pa.float64(),
+        versus=STRING,  # null: the measure itself; random, position: its paired difference from that policy
+        estimate=pa.float64(),
+        low=pa.float64(),
+        high=pa.float64(),
+        level=pa.float64(),
+        pvalue=pa.float64(),  # of differences alone: against 0
+        adjusted_pvalue=pa.float64(),  # over the policies of one kind, checkpoint, measure, share and versus
+        n_policies=INT,  # how many tests that are
+        n_traces=INT,
+        n_problems=INT,
+        n_dropped=INT,  # traces without a value
+        n_candidates=INT,  # of the traces that count
+        n_important=INT,
+        nan_reason=STRING,  # of what is NaN: the estimate, or the interval alone
+    ),
+    key=("policy", "kind", "checkpoint", "measure", "share", "versus"),
+)
+
 EVALUATIONS = Table(
     "evaluations",
     1,
     _columns(
         trace_id=STRING,
         problem_id=STRING,
-        arm=STRING,  # mode, policy with its parameters, budget: such as forced,h2o:recent_share=0.25,25%
+        arm=STRING,  # mode, policy with its parameters, budget, such as forced-h2o@recent_share=0.25-25pct
         policy=STRING,
         parameters=STRING,  # those that differ from the defaults, such as recent_share=0.25; "" if none
         budget=STRING,  # as asked: 512, 25%, 50%prompt, 64MiB
@@ -249,12 +306,13 @@ EVALUATIONS = Table(
         finish_reason=STRING,  # boxed, stop, length
         n_read=INT,  # tokens that were fed: prompt, and in forced mode the reasoning
         n_tokens=INT,  # tokens that were generated
-        kept_mean=FLOAT,  # cached tokens per KV head, mean over the steps after the prompt, layers and heads
+        n_steps=INT,  # tokens that were fed one at a time, generated or of the trace: those that the seconds are of
+        kept_mean=FLOAT,  # cached tokens per KV head, mean over those steps, layers and heads
         kept_peak=FLOAT,  # the largest such number of a step
         evictions=INT,  # steps at which something was evicted
         evicted=FLOAT,  # tokens per KV head that were evicted
         min_margin=FLOAT,  # smallest top-1 minus top-2 logit over the generated tokens
-        seconds=FLOAT,  # of this row after the prompt: its share of the batch's forwards, and its policy's own
+        seconds=FLOAT,  # of this row after what was read at once: its share of the forwards, and its policy's own
         peak_bytes=pa.int64(),  # of its cache: keys and values of all slots; null where simulated
         token_ids=pa.list_(INT),  # what was generated
         status=STRING,
@@ -280,6 +338,130 @@ KEEP_SETS = Table(
     partition="arm",
 )
 
+DOUBLE = pa.float64()
+
+POLICY_ACCURACY = Table(
+    "policy_accuracy",
+    1,
+    _columns(
+        mode=STRING,
+        policy=STRING,
+        parameters=STRING,
+        positions=STRING,
+        budget=STRING,  # as asked; `all` of the full cache
+        eviction=STRING,  # physical, simulated, none, or mixed: physical and simulated rows
+        slots_mean=DOUBLE,  # tokens per KV head, mean over rows; NaN where nothing is evicted
+        n_rows=INT,  # n_graded + n_failed + n_ungraded
+        n_graded=INT,
+        n_failed=INT,  # rows whose status is a failure
+        n_ungraded=INT,  # rows that did not fail and have no verdict: skipped, no reference
+        n_items=INT,  # traces with a graded row
+        n_problems=INT,  # of those traces
+        accuracy=DOUBLE,  # of the graded rows
+        low=DOUBLE,
+        high=DOUBLE,
+        level=DOUBLE,
+        method=STRING,  # of the interval: wilson, bootstrap (over problems), none
+        n_completed=INT,  # graded rows that did not stop at the cap
+        accuracy_completed=DOUBLE,
+        n_ran=INT,  # rows that were run to their end, graded or not; what follows is of those
+        n_capped=INT,  # finish_reason length
+        cap_rate=DOUBLE,
+        n_unanswered=INT,
+        unanswered_rate=DOUBLE,
+        n_timeouts=INT,  # of the grader
+        kept_mean=DOUBLE,  # cached tokens per KV head, mean over rows of the mean over steps
+        kept_peak=DOUBLE,  # largest of all rows
+        evictions=DOUBLE,  # steps with an eviction, mean over rows
+        evicted=DOUBLE,  # tokens per KV head, mean over rows
+        seconds_per_token=DOUBLE,  # of the tokens that were fed one at a time
+        peak_bytes=pa.int64(),  # largest of all rows; null where a row is simulated
+        nan_reason=STRING,
+        cost_reason=STRING,  # why there are no seconds or bytes
+    ),
+    key=("mode", "policy", "parameters", "positions", "budget"),
+)
+
+POLICY_COMPARISONS = Table(
+    "policy_comparisons",
+    1,
+    _columns(
+        mode=STRING,
+        policy=STRING,
+        parameters=STRING,
+        positions=STRING,
+        budget=STRING,
+        against=STRING,  # full (budget all) or random (same budget and positions), of the same mode
+        n_items=INT,  # traces that were graded in both arms
+        n_problems=INT,
+        n_dropped=INT,  # traces of both arms that failed, or have no verdict, in either
+        n_unshared=INT,  # traces of one arm alone
+        accuracy=DOUBLE,  # over n_items, a trace being its mean over samples
+        accuracy_against=DOUBLE,
+        difference=DOUBLE,  # positive = the policy is better
+        low=DOUBLE,
+        high=DOUBLE,
+        level=DOUBLE,
+        wins=INT,  # traces on which the policy is better
+        losses=INT,
+        ties=INT,
+        mcnemar_pvalue=DOUBLE,  # exact, two-sided
+        mcnemar_reason=STRING,  # why there is none
+        bootstrap_pvalue=DOUBLE,
+        test=STRING,  # which of the two pvalue is: mcnemar, bootstrap, none
+        pvalue=DOUBLE,
+        adjusted_pvalue=DOUBLE,  # over the policies of one mode, positions, budget and against
+        correction=STRING,  # holm, benjamini_hochberg
+        n_tests=INT,  # that were adjusted together
+        nan_reason=STRING,
+    ),
+    key=("mode", "policy", "parameters", "positions", "budget", "against"),
+)
+
+LOSSLESS_BUDGETS = Table(
+    "lossless_budgets",
+    1,
+    _columns(
+        trace_id=STRING,
+        problem_id=STRING,
+        mode=STRING,
+        policy=STRING,
+        parameters=STRING,
+        positions=STRING,
+        n_budgets=INT,  # of the grid, with a verdict
+        n_unknown=INT,  # of the grid, failed or without a verdict
+        slots=INT,  # smallest budget at which, and at every larger one, the answer is kept
+        budget=STRING,  # the same as asked
+        any_slots=INT,  # smallest budget at which it is kept
+        any_budget=STRING,
+        monotone=BOOL,  # no budget that keeps the answer lies below one that loses it
+        reason=STRING,  # why slots is null
+    ),
+    key=("trace_id", "mode", "policy", "parameters", "positions"),
+)
+
+OFFLINE_ONLINE = Table(
+    "offline_online",
+    1,
+    _columns(
+        measure=STRING,  # offline
+        mode=STRING,
+        positions=STRING,
+        budget=STRING,
+        policies=STRING,  # all, or without_excluded: no policies made from labels, no full cache
+        statistic=STRING,  # spearman, kendall (tau-b)
+        estimate=DOUBLE,  # over policies; positive = a larger measure goes with more accuracy
+        low=DOUBLE,
+        high=DOUBLE,
+        level=DOUBLE,
+        pvalue=DOUBLE,  # permutation, two-sided
+        adjusted_pvalue=DOUBLE,  # Benjamini-Hochberg over measures and budgets; rest of the key equal
+        n_policies=INT,
+        note=STRING,
+    ),
+    key=("measure", "mode", "positions", "budget", "policies", "statistic"),
+)
+
 TABLES: Mapping[str, Table] = {
     table.name: table
     for table in (
@@ -292,8 +474,15 @@ TABLES: Mapping[str, Table] = {
         HEAD_AGREEMENT,
         GATE_SIGNALS,
         CORRELATIONS,
+        POLICY_VALIDITY,
+        JUDGED,
+        VALIDITY_SUMMARY,
         EVALUATIONS,
         KEEP_SETS,
+        POLICY_ACCURACY,
+        POLICY_COMPARISONS,
+        LOSSLESS_BUDGETS,
+        OFFLINE_ONLINE,
     )
 }
 

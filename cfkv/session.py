@@ -44,10 +44,22 @@ class Session:
 
                 kind = label_kinds.get(name.removeprefix("label:"))
                 kind.settings(self._label_config(kind.name))
+        if "evaluate online" in stages:
+            from cfkv.evaluation._arms import arms, needs_labels
+
+            labelled = needs_labels([arm.policy for arm in arms(self.recipe.online)])
+            if labelled and f"label:{self.recipe.online.label}" not in stages:
+                from cfkv.evaluation.online import require_label
+
+                require_label(self.run, self.recipe.online.label, labelled)
         if "probe" in stages:
             from cfkv.signals._stage import check_groups
 
             check_groups(self.recipe.probe)
+        if "evaluate offline" in stages:
+            from cfkv.evaluation._names import named_policies
+
+            named_policies(self.recipe.offline.policies)
 
     def load(self) -> LoadedModel:
         """The model, loaded on the first call."""
@@ -91,6 +103,20 @@ class Session:
 
         return run_probe(self.run, self.recipe.probe, self.execution, self.crew, self.load, self.describe)
 
+    def evaluate_online(self) -> StageResult:
+        """Run policies at budgets."""
+        from cfkv.evaluation.online import run_online
+
+        return run_online(self.run, self.recipe.online, self.execution, self.crew, self.load, self.describe)
+
+    def compare(self) -> StageResult:
+        """Compare what was evaluated."""
+        from cfkv.analysis._compare_stage import run_compare
+        from cfkv.evaluation._arms import arms
+
+        wanted = [arm.name for arm in arms(self.recipe.online)]
+        return run_compare(self.run, self.recipe.online, wanted, patient=self.crew.world_size > 1)
+
     def correlate(self) -> StageResult:
         """Correlate signals with labels."""
         from cfkv.analysis._stage import run_correlate
@@ -98,6 +124,18 @@ class Session:
         return run_correlate(
             self.run, self.recipe.correlate, self.execution, patient=self.crew.world_size > 1
         )
+
+    def evaluate_offline(self) -> StageResult:
+        """Hold policies against labels."""
+        from cfkv.evaluation.offline import run_offline
+
+        return run_offline(self.run, self.recipe.offline, self.execution, self.crew, self.load, self.describe)
+
+    def validity(self) -> StageResult:
+        """Sum up all judged policies over traces."""
+        from cfkv.evaluation._summary import run_summary
+
+        return run_summary(self.run, self.recipe.offline, patient=self.crew.world_size > 1)
 
     def report(self) -> Path:
         """Write the report."""
@@ -112,7 +150,13 @@ class Session:
         if self.crew.world_size > 1:
             self.settle(stages)
         recorded = self.run.manifest.read()["stages"]
-        names = [name for name in recorded if name == "trace" or name.startswith(("label:", "probe:"))]
+        read: list[str] = ["trace", "label:", "probe:"] if {"correlate", "report"} & set(stages) else []
+        read += ["evaluate online"] if "compare" in stages else []
+        names = [name for name in recorded if name.startswith(tuple(read))]
+        if "validity" in stages:
+            from cfkv.evaluation.offline import recorded_names
+
+            names += recorded_names(self.run, self.recipe.offline)
         return [name for name in names if self.run.missing_parts(name)]
 
     def leave_analysis(self) -> None:
@@ -141,7 +185,15 @@ class Session:
         for name in stages:
             if name == "probe":
                 names += [f"probe:{group}" for group in self.recipe.probe.groups]
-            elif name not in ("correlate", "report"):
+            elif name == "evaluate online":
+                from cfkv.evaluation._arms import arms
+
+                names += [f"{name}:{arm.name}" for arm in arms(self.recipe.online)]
+            elif name == "evaluate offline":
+                from cfkv.evaluation.offline import recorded_names
+
+                names += recorded_names(self.run, self.recipe.offline)
+            elif name not in ("correlate", "compare", "validity", "report"):
                 names.append(name)
         return names
 

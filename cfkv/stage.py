@@ -29,6 +29,7 @@ from cfkv.writer import Writer
 
 POLL_SECONDS, SAY_SECONDS = 0.5, 5.0
 STALL_SECONDS = 1800.0
+MANY_NAMES = 8  # that still fit a progress line
 RECORD_KEYS = frozenset({"fingerprint", "identity", "n_parts", "n_items", "outputs"})
 
 
@@ -92,8 +93,10 @@ JointProcess = Callable[[int, Sequence[Job], Callable[[int], None]], Sequence[Co
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """`probe:hidden+kv` for probe:hidden and probe:kv."""
+    """`probe:hidden+kv` for probe:hidden and probe:kv; only the number of many."""
     family, colon, _ = names[0].partition(":")
+    if len(names) > MANY_NAMES:
+        return f"{family}, {len(names)} at once"
     return family + colon + "+".join(name.partition(":")[2] for name in names)
 
 

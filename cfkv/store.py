@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow as pa
@@ -39,9 +40,9 @@ class PartState(Enum):
 
 
 def folder(run: Path, table: Table, value: str | None = None) -> Path:
-    """The folder of a table, or of its partition `value`."""
+    """The folder of a table, or of its partition `value`; what a folder's name should not have is percent-encoded."""
     base = run / table.name
-    return base if table.partition is None else base / f"{table.partition}={value}"
+    return base if table.partition is None else base / f"{table.partition}={quote(str(value), safe='=,+@()')}"
 
 
 def part_path(run: Path, table: Table, value: str | None, index: int) -> Path:
@@ -65,7 +66,7 @@ def partition_values(run: Path, table: Table) -> list[str]:
     prefix = f"{table.partition}="
     place = run / table.name
     names = [path.name for path in place.iterdir()] if place.is_dir() else []
-    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return sorted(unquote(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
 
 
 def round_mantissa(values: np.ndarray, bits: int) -> np.ndarray:
@@ -135,17 +136,22 @@ def write_part(
 
 
 def _write_synced(path: Path, content: pa.Table) -> None:
-    """Write a Parquet file and wait until it is on the disk."""
+    """Write a Parquet file and wait until it is on the disk.
+
+    Without rows it has no row group: `datasets.load_dataset` ends at an empty one.
+    """
     floats = [f"{f.name}.list.element" for f in content.schema if f.type == pa.list_(pa.float32())]
     texts = [f.name for f in content.schema if pa.types.is_string(f.type)]
     with path.open("wb") as file:
-        pq.write_table(
-            content,
+        with pq.ParquetWriter(
             file,
+            content.schema,
             compression="zstd",
             use_dictionary=texts,
             use_byte_stream_split=floats,
-        )
+        ) as writer:
+            if len(content):
+                writer.write_table(content)
         file.flush()
         os.fsync(file.fileno())
 

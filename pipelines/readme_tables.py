@@ -15,6 +15,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 def tables() -> dict[str, str]:
     """Markdown of each generated block, by its name."""
     from cfkv.labels._base import label_kinds
+    from cfkv.policies._base import make_policy, policy_kinds
     from cfkv.problems._base import problem_sources
     from cfkv.signals._base import horizon_text, signal_kinds
 
@@ -30,13 +31,21 @@ def tables() -> dict[str, str]:
         f"| `{label.name}` | {first_line(label.__doc__)} | {label.unit}; {label.sign} | {label.source} |"
         for label in label_kinds.members()
     ]
+    policies = ["| policy | what it keeps | a mask per | acts | source |", "|---|---|---|---|---|"]
+    masks = {"global": "model", "layer": "layer", "kv_head": "KV head"}
+    policies += [
+        f"| `{kind.name}` | {first_line(kind.__doc__)} | {masks[kind.mask_scope]} | {make_policy(kind.name).schedule} "
+        f"| {kind.source} |"
+        for kind in policy_kinds.members()
+    ]
     problems = ["| dataset | `--path` | answer | licence | source |", "|---|---|---|---|---|"]
     problems += [
         f"| `{source.name}` | {'needed' if source.needs_path else 'no'} | {source.answer_format} | {source.licence} "
         f"| {source.source} |"
         for source in problem_sources.members()
     ]
-    return {"signals": "\n".join(signals), "labels": "\n".join(labels), "problems": "\n".join(problems)}
+    found = {"signals": signals, "labels": labels, "policies": policies, "problems": problems}
+    return {name: "\n".join(lines) for name, lines in found.items()}
 
 
 def rewritten(text: str) -> str:

@@ -22,6 +22,8 @@ from cfkv.config import (
     Execution,
     LabelConfig,
     ModelConfig,
+    OfflineConfig,
+    OnlineConfig,
     ProbeConfig,
     Recipe,
     ReportConfig,
@@ -35,7 +37,10 @@ from cfkv.config import (
 )
 from cfkv.errors import CfkvError
 
-RESULT_CONFIGS = (ModelConfig, TraceConfig, LabelConfig, ProbeConfig, CorrelateConfig, ReportConfig)
+RESULT_CONFIGS = (
+    *(ModelConfig, TraceConfig, LabelConfig, ProbeConfig),
+    *(CorrelateConfig, OfflineConfig, OnlineConfig, ReportConfig),
+)
 leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
 tree = st.recursive(
     leaf,
@@ -184,7 +189,10 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
     [
         (
             [1],
-            ["r.yaml must be a mapping of stages (model, trace, label, probe, correlate, report), not [1]"],
+            [
+                "r.yaml must be a mapping of stages (model, trace, label, probe, correlate, offline, online, report), "
+                "not [1]"
+            ],
         ),
         ("trace", ["must be a mapping of stages", "not 'trace'"]),
         (

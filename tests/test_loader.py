@@ -160,7 +160,8 @@ def test_what_is_no_run_directory(kind: str, tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{str(place)!r} is no run directory: it should be a folder that holds "
         "traces/, windows/, eviction_kl/, token_labels/, signals/, probed/, head_agreement/, gate_signals/, "
-        "correlations/"
+        "correlations/, policy_validity/, judged/, validity_summary/, evaluations/, keep_sets/, policy_accuracy/, "
+        "policy_comparisons/, lossless_budgets/, offline_online/"
     )
 
 

@@ -27,7 +27,10 @@ def test_every_command_and_flag_of_the_readme_exists() -> None:
     assert len(lines) >= 6
     for line in lines:
         _, command, *rest = line.partition("#")[0].split()
-        names = {name for argument in app[command].assemble_argument_collection() for name in argument.names}
+        known = app[command]
+        while rest and rest[0] in set(known):
+            known = known[rest.pop(0)]
+        names = {name for argument in known.assemble_argument_collection() for name in argument.names}
         for word in rest:
             if word.startswith("--"):
                 assert word in names, line

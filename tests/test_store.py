@@ -136,9 +136,11 @@ def test_a_failed_write_leaves_nothing_new(
         raise OSError("no space left")
 
     before = write_trace(tmp_path, 0, "old").read_bytes() if existing else None
-    owner, name = {"write": (pq, "write_table"), "sync": (store.os, "fsync"), "rename": (Path, "replace")}[
-        broken
-    ]
+    owner, name = {
+        "write": (pq.ParquetWriter, "write_table"),
+        "sync": (store.os, "fsync"),
+        "rename": (Path, "replace"),
+    }[broken]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         with pytest.raises(OSError, match="no space left"):
@@ -286,3 +288,12 @@ def test_scan_over_groups_with_columns_of_their_own(tmp_path: Path) -> None:
     assert frame.columns == ["trace_id", "layer", "kv_head", "drift", "norm"]
     assert frame.select("drift", "norm").rows() == [([1.0], None), (None, [1.0])]
     assert store.scan(tmp_path, SIGNALS, "kv").collect().columns == ["trace_id", "layer", "kv_head", "norm"]
+
+
+def test_a_part_without_rows_has_no_row_group(tmp_path: Path) -> None:
+    """`datasets.load_dataset` ends at an empty one; columns and footer are there."""
+    path = store.write_part(tmp_path, TRACES, None, 0, TRACES.schema.empty_table(), "mark")
+    assert pq.read_metadata(path).num_row_groups == 0
+    assert store.part_state(tmp_path, TRACES, None, 0, "mark") is store.PartState.DONE
+    assert store.read_part(path, TRACES).schema.names == TRACES.schema.names
+    assert store.collect(tmp_path, TRACES).columns == TRACES.schema.names

@@ -93,6 +93,95 @@ def bootstrap_share(
     return _percentile(share, counts @ successes, counts @ totals, level, null=None)
 
 
+def bootstrap_mean(
+    sums: Floats,
+    sizes: Floats,
+    draws: int,
+    rng: np.random.Generator,
+    level: float = 0.95,
+    null: float | None = None,
+) -> BootstrapEstimate:
+    """A pooled mean `sum(sums) / sum(sizes)`, such as one of paired differences, resampling clusters.
+
+    Parameters
+    ----------
+    sums, sizes : array, shape (clusters,)
+        Sum over the items of each cluster, of any sign, and their number.
+    draws : int
+    rng : Generator
+    level : float
+    null : float, optional
+        The value of "no effect"; without it no hypothesis is tested and the p-value is NaN.
+
+    Returns
+    -------
+    BootstrapEstimate
+        Percentile interval. Two-sided `p = 2 min(share <= null, share >= null)` with 1 added to both counts, at
+        most 1. Undefined without items.
+
+    Notes
+    -----
+    Clusters with equal sum and size are interchangeable, so how often each *sort* of cluster is drawn
+    (`sorts_of_clusters`) is all that a resample says. That is one multinomial draw over a handful of sorts: the same
+    distribution as drawing clusters one by one, at any number of clusters, whatever their order.
+
+    References
+    ----------
+    PAGE, paired differences; methods.md 7.
+    """
+    if not sizes.sum() > 0:
+        return _undefined("no items", 0)
+    values, lengths, number = sorts_of_clusters(sums, sizes)
+    counts = rng.multinomial(sums.size, number / sums.size, size=draws).astype(np.float64)
+    # Sums of thirds must not miss a null of 0 by 1e-17.
+    numerators = np.round(counts @ values, 9)
+    return _percentile(float(sums.sum() / sizes.sum()), numerators, counts @ lengths, level, null)
+
+
+def sorts_of_clusters(sums: Floats, sizes: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """The different pairs (sum, size) in ascending order, and how many clusters have each; shape (sorts,)."""
+    pairs: Floats = np.round(np.stack([sums, sizes], axis=1), 12).astype(np.float64)
+    sorts, number = np.unique(pairs, axis=0, return_counts=True)
+    return sorts[:, 0], sorts[:, 1], number.astype(np.int64)
+
+
+def bootstrap_trace_mean(
+    values: Floats,
+    clusters: NDArray[np.integer],
+    counts: Floats,
+    level: float = 0.95,
+    null: float | None = None,
+) -> BootstrapEstimate:
+    """A mean over traces with a percentile interval over clusters, from draws that many series share.
+
+    Parameters
+    ----------
+    values : array, shape (traces,)
+        NaN is left out.
+    clusters : array, shape (traces,)
+        Cluster of each trace, 0..clusters-1.
+    counts : array, shape (draws, clusters)
+        From `cluster_counts`.
+    level : float
+    null : float, optional
+        As in `bootstrap_mean`.
+
+    Returns
+    -------
+    BootstrapEstimate
+        Undefined without a value. Draws that hit no trace with a value are dropped and counted.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return _undefined("no value", len(counts))
+    sums, totals = (
+        np.bincount(clusters[known], weights=weights, minlength=counts.shape[1])
+        for weights in (values[known], np.ones(int(known.sum())))
+    )
+    numerators = np.round(counts @ sums, 9)  # sums of thirds must not miss a null of 0 by 1e-17
+    return _percentile(float(values[known].mean()), numerators, counts @ totals, level, null)
+
+
 def _percentile(
     estimate: float, numerators: Floats, denominators: Floats, level: float, null: float | None
 ) -> BootstrapEstimate:

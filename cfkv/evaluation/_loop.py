@@ -23,14 +23,27 @@ def decode(tasks: Sequence[Task], batch_size: int, watch: Watch | None = None) -
     Tasks that need about as many slots share a batch; neither the order of the tasks nor their company changes an
     outcome beyond rounding. `watch` is called after each step of each task.
     """
-    outcomes: dict[int, Outcome] = {}
     rows = {index: Row(task) for index, task in enumerate(tasks)}
-    order = sorted(rows, key=lambda index: (rows[index].slots, index))
+    outcomes = {index: row.outcome for index, row in rows.items()}
+    ready = [index for index, row in rows.items() if _prepared(row)]
+    order = sorted(ready, key=lambda index: (rows[index].slots, index))
     for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        ran = _Batch({index: rows[index] for index in batch}, watch).run()
-        outcomes.update(zip(batch, ran, strict=True))
+        _Batch({index: rows[index] for index in order[start : start + batch_size]}, watch).run()
     return [outcomes[index] for index in range(len(tasks))]
+
+
+def _prepared(row: Row) -> bool:
+    with _Timer(row.outcome):
+        try:
+            row.prepare()
+        except ItemError as error:
+            _fail(row, error)
+    return not row.ended
+
+
+def _fail(row: Row, error: ItemError) -> None:
+    row.ended = True
+    row.outcome.status, row.outcome.reason = error.status, error.reason
 
 
 class _Batch:
@@ -49,7 +62,7 @@ class _Batch:
         self.rows: list[Row] = []
         self.active: set[int] = set()
 
-    def run(self) -> list[Outcome]:
+    def run(self) -> None:
         """Decode until every row has ended."""
         self._load()
         with self.cache.attached():
@@ -57,17 +70,12 @@ class _Batch:
                 self._step()
                 if 2 * len(self.active) <= len(self.rows):
                     self._leave()
-        return [row.outcome for row in self.all]
 
     def _load(self) -> None:
         for place, row in enumerate(self.all):
             self.rows.append(row)
-            with self._own_time(row):
-                try:
-                    row.load(self.cache, place)
-                except ItemError as error:
-                    self._fail(row, error)
-                    continue
+            with _Timer(row.outcome):
+                row.load(self.cache, place)
             logits = row.task.reading.logits
             if row.take(logits, logits.topk(2).values):
                 self.active.add(place)
@@ -91,23 +99,16 @@ class _Batch:
             row.outcome.seconds += share
             if self.watch is not None:
                 self.watch(self.numbers[id(row)], row.step, logits[place])
-            with self._own_time(row):
+            with _Timer(row.outcome):
                 try:
                     row.after(self.cache)
                     more = row.take(logits[place], None if top is None else top[place])
                 except ItemError as error:
-                    self._fail(row, error)
+                    _fail(row, error)
                     more = False
             if not more:
                 self.active.discard(place)
                 self._close(row)
-
-    def _own_time(self, row: Row) -> _Timer:
-        return _Timer(row.outcome)
-
-    def _fail(self, row: Row, error: ItemError) -> None:
-        row.ended = True
-        row.outcome.status, row.outcome.reason = error.status, error.reason
 
     def _close(self, row: Row) -> None:
         row.ended = True
@@ -115,7 +116,7 @@ class _Batch:
             try:
                 row.finish(self.cache.bytes_per_slot())
             except ItemError as error:
-                self._fail(row, error)
+                _fail(row, error)
 
     def _leave(self) -> None:
         """Drop the rows that ended from the cache."""

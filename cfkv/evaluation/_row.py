@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -132,22 +131,21 @@ class Row:
         self.layers, self.kv_heads = shape.num_layers, shape.num_kv_heads
         self.rows = self.policy.rows(self.layers, self.kv_heads)
         self.place, self.step = 0, reading.length
-        self.simulated = task.budget is not None and (task.simulate or self.policy.ragged)
+        self.simulated = task.budget is not None and (
+            task.simulate or self.policy.ragged and not self.policy.by_layer
+        )
         self.positions: Positions = "compact" if self.policy.compact else task.positions
         if self.simulated and self.positions != "absolute":
             raise CfkvError(
                 f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
                 "--positions absolute"
             )
-        if task.labels is None and (wanted := {"label", "shuffled_label"} & set(self.policy.needs)):
-            raise CfkvError(
-                f"policy {self.policy.name} is made from labels ({', '.join(wanted)}), and this text has none; run "
-                "`cfkv label` on its traces first, or leave the policy out"
-            )
         self.fed, self.pending, self.ended = 0, 0, False
         self.free = torch.empty(0)
         self.taken, self.held = 0, 0.0
         self.new_slots = torch.empty(0)
+        self._loaded = torch.empty(0, dtype=torch.int64)  # slots of the reading, [l, g, K]
+        self._state = State({}, {})
         self._mask: Tensor | None = None
         self._gone = 0
 
@@ -161,20 +159,34 @@ class Row:
         slots = self.task.budget.slots if self.task.budget is not None else self.task.length
         return self.policy.protection(slots, self.task.reading.prompt_len, self.step)
 
-    @cached_property
+    @property
     def slots(self) -> int:
         """Slots that the task needs at most."""
-        budget, schedule = self.task.budget, self.policy.schedule
-        if budget is None or self.simulated or schedule.kind in ("never", "once"):
+        ahead = self.task.length - self.task.reading.length
+        if self.simulated:
             return self.task.length
-        ahead = self.policy.protection(budget.slots, self.task.reading.prompt_len, self.task.length)
-        total = budget.total(ahead.count(self.task.reading.prompt_len, self.task.length))
-        return min(self.task.length, total + schedule.growth)
+        budget, schedule = self.task.budget, self.policy.schedule
+        if budget is None or schedule.kind in ("never", "once"):
+            return self._loaded.shape[-1] + ahead
+        total = self.policy.protection(budget.slots, self.task.reading.prompt_len, self.task.length)
+        most = budget.total(total.count(self.task.reading.prompt_len, self.task.length))
+        return max(self._loaded.shape[-1], min(self.task.length, most + schedule.growth))
+
+    def prepare(self) -> None:
+        """Let the policy evict of what was read; after this, `slots` are known.
+
+        Raises
+        ------
+        ItemError
+            If the budget is not above what is protected.
+        """
+        self._loaded, self._state = self._first_eviction()
 
     def load(self, cache: BudgetCache, place: int) -> None:
         """Take over what was read, without what the policy evicts of it; row `place` of the cache."""
         reading, self.place = self.task.reading, place
-        kept, state = self._first_eviction()
+        kept, state = self._loaded, self._state
+        self._state = State({}, {})
         count = kept.shape[-1]
         self.state = self.policy.init(self.rows, self.slots, reading.keys.device)
         for name, column in state.columns.items():
@@ -245,6 +257,13 @@ class Row:
             return budget.room(protected, int(length) + (length > int(length)))
         except CfkvError as error:
             raise ItemError("budget_too_small", f"policy {self.policy.name}: {error}") from error
+
+    @property
+    def _spare(self) -> float:
+        """Slots, mean over layers, that the table has because another layer needs them."""
+        if self._mask is None or self.simulated:
+            return 0.0
+        return float((~self._mask).sum(dim=-1).amin(dim=-1).float().mean())
 
     def next_slots(self) -> Tensor:
         """Where the next token goes, [L, G]; a row that ended writes where nobody looks."""
@@ -464,7 +483,7 @@ class Row:
         """
         outcome, budget = self.outcome, self.task.budget
         outcome.eviction = "none" if budget is None else "simulated" if self.simulated else "physical"
-        outcome.peak_bytes = None if self.simulated else bytes_per_slot * self.slots
+        outcome.peak_bytes = None if self.simulated else int(bytes_per_slot * (self.slots - self._spare))
         acts = budget is not None and self.policy.schedule.kind != "never"
         if budget is not None and acts and not outcome.evictions and self.step > budget.total(self.protected):
             before = self.task.reading.length

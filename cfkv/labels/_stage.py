@@ -54,7 +54,7 @@ def run_label(
     )
     label = kind(loaded, config, execution, matcher(config.answer_match))
     mark = run.open_stage(stage, overwrite=execution.overwrite, extra=describe(loaded))
-    run.manifest.record_config("label", absolute(config, "candidates"))
+    run.manifest.record_config("label", absolute(config, "candidates", ("all", "stratified")))
 
     def process(index: int, advance: Callable[[int], None]) -> list[Rows]:
         run.wait_for("trace", parts=[index], patient=crew.count > 1)

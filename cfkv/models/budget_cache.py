@@ -283,9 +283,9 @@ class BudgetCache(DynamicCache):
             self._select(name, chosen)
         for name in ("probabilities", "queries", "hidden", "hidden_diff"):
             self._select(name, chosen)
+        if self.probabilities is not None:  # `attend` writes the used slots alone
+            self.probabilities[..., self.used :] = 0
         self.held = [self.held[row] for row in rows]
-        if self.probabilities is not None:
-            self.probabilities[..., self.used :] = 0  # what the last step left in slots that were freed since
 
     def _select(self, name: str, chosen: Tensor) -> None:
         tensor = getattr(self, name)

@@ -106,6 +106,11 @@ class AdaptivePolicy(Policy):
         """Counts [L, G]."""
 
 
+def floor_of(share: float, room: int) -> int:
+    """`share` of `room`, rounded down; 1e-9: a product such as .29 * 100 = 28.999999999999996 means 29."""
+    return int(share * room + 1e-9)
+
+
 def winners(scores: Tensor, free: Tensor, view: View, count: int) -> Tensor:
     """How many of a layer's best `count` candidates each head has, [L, G]."""
     flat = [tensor.flatten(1) for tensor in (scores, view.positions, free)]

@@ -243,7 +243,8 @@ class Policy(ABC):
     state : the policy's own columns, name to the value of an unused slot.
     frozen : whether a token's score never changes after its birth, so that stored signals are enough to judge it.
     nested : whether a larger budget keeps everything that a smaller one keeps (false for some allocations).
-    ragged : whether layers or KV heads may keep different numbers, so that eviction is simulated by masks.
+    ragged : whether layers or KV heads may keep different numbers. Where heads of one layer do, eviction is simulated
+        by masks. by_layer : of a ragged policy that acts once, that only layers do: each layer is then cut physically.
     fills : whether an eviction leaves exactly the budget (false for rules that drop more at once).
     compact : whether the method rotates its kept keys to the positions 0, 1, ... of the cache.
     source : paper and section. equation : the score in one line. deviations : from the source, "" if none.
@@ -259,6 +260,7 @@ class Policy(ABC):
     frozen: ClassVar[bool] = False
     nested: ClassVar[bool] = True
     ragged: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
     fills: ClassVar[bool] = True
     compact: ClassVar[bool] = False
     source: ClassVar[str]

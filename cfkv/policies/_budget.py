@@ -117,9 +117,14 @@ def victim(scores: Tensor, positions: Tensor, valid: Tensor, protected: Tensor) 
 
 
 def kept_counts(policy: Policy, view: View, budget: Budget, scores: Tensor) -> int | Tensor:
-    """Unprotected slots that each row keeps: the budget's room, shared out by the policy if it does that."""
+    """Unprotected slots that each row keeps: the budget's room, shared out by the policy if it does that.
+
+    A cache that fits its budget loses nothing, whatever the policy would share out.
+    """
     protected, length = (int(mask.sum(dim=-1).max()) for mask in (view.protected & view.valid, view.valid))
     room = budget.room(protected, length)
+    if room >= int(view.evictable.sum(dim=-1).max()):
+        return room
     quotas = policy.quotas(room, scores, view)
     return room if quotas is None else quotas
 

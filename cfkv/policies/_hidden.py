@@ -17,12 +17,18 @@ class HiddenPolicy(BornPolicy):
     """Smoothed differences of two layers of a 32-layer model, 10 and 21, or of the same depth, subtracted."""
 
     observes: ClassVar[tuple[str, ...]] = ("hidden_diff",)
+    smoothing: ClassVar[str]  # the same as `cfkv correlate` names it, for layers=from:RUN
     early_band: ClassVar[range] = range(10, 11)
     late_band: ClassVar[range] = range(21, 22)
     early_weight: ClassVar[float] = 1.0
 
     early: tuple[int, ...] | None = None
     late: tuple[int, ...] | None = None
+
+    @property
+    def banded(self) -> bool:
+        """Whether its layers are bands by default."""
+        return max(len(self.early_band), len(self.late_band)) > 1
 
     @abstractmethod
     def smooth(self, memory: Memory, series: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cfkv.policies._adaptive import AdaptivePolicy, rounded, winners
+from cfkv.policies._adaptive import AdaptivePolicy, floor_of, rounded, winners
 from cfkv.policies._base import View, parameters, policy_kinds
 
 
@@ -27,5 +27,6 @@ class AdaKv(AdaptivePolicy):
     def shares(self, room: int, scores: Tensor, free: Tensor, view: View) -> Tensor:
         """Blend of the winners' counts and the floor."""
         total = room * scores.shape[1]
-        wanted = (1 - self.alpha) * winners(scores, free, view, total).double() + int(self.alpha * room)
+        won = winners(scores, free, view, total).double()
+        wanted = (1 - self.alpha) * won + floor_of(self.alpha, room)
         return rounded(wanted, free.sum(dim=-1), total)

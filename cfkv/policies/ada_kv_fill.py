@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cfkv.policies._adaptive import AdaptivePolicy, winners
+from cfkv.policies._adaptive import AdaptivePolicy, floor_of, winners
 from cfkv.policies._base import View, parameters, policy_kinds
 from cfkv.policies._budget import select
 
@@ -23,7 +23,7 @@ class AdaKvFill(AdaptivePolicy):
 
     def shares(self, room: int, scores: Tensor, free: Tensor, view: View) -> Tensor:
         """Secured, then won."""
-        floor = int(self.alpha * room)
+        floor = floor_of(self.alpha, room)
         secured = select(scores, view.positions, free, torch.zeros_like(free), floor)
         total = room * scores.shape[1]
         rest = total - floor * scores.shape[1]

@@ -13,7 +13,7 @@ from cfkv.policies.oracle import Oracle
 @policy_kinds.register
 @parameters
 class AntiOracle(Oracle):
-    """Keep the prompt and the tokens with the smallest label."""
+    """Keep the prompt, the newest tokens, and those with the smallest label."""
 
     equation: ClassVar[str] = "s(j) = -label of j; 0 where it is untested"
 

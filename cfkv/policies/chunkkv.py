@@ -48,13 +48,18 @@ class Chunkkv(Policy):
         """The window."""
         return Protection(recent=self.observation)
 
+    def chunks(self, ordered: Ordered) -> Tensor:
+        """The chunk of each ordered slot; they are counted from the first token, and the last may be short."""
+        places = torch.arange(ordered.order.shape[-1], device=ordered.order.device)
+        return (places // self.chunk).expand(ordered.order.shape)
+
     def score(self, view: View) -> Tensor:
-        """Chunks are counted from the first token before the window; the last may be short."""
+        """Means over chunks of the tokens before the window."""
         scored = view.valid & (view.positions < view.step - self.observation)
         ordered = Ordered(view)
         inside = ordered.take(scored)
         values = ordered.take(window_attention(view, "layer")).masked_fill(~inside, 0)
-        chunk = (torch.arange(values.shape[-1], device=values.device) // self.chunk).expand(values.shape)
+        chunk = self.chunks(ordered)
         sums, sizes = (
             torch.zeros_like(values).scatter_add(-1, chunk, part) for part in (values, inside.float())
         )
@@ -63,7 +68,9 @@ class Chunkkv(Policy):
     def quotas(self, room: int, scores: Tensor, view: View) -> Tensor:
         """The most tokens up to `room` that end with a chunk."""
         free = view.evictable
-        best = scores.gather(-1, ranked(scores, free, view.positions))
+        ordered = Ordered(view)
+        # Chunks of equal scores are apart too: the later one comes first.
+        best = ordered.back(self.chunks(ordered)).gather(-1, ranked(scores, free, view.positions))
         place = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
         count = free.sum(dim=-1, keepdim=True)
         ends = torch.ones_like(free)

@@ -22,6 +22,7 @@ class Epikv(HiddenPolicy):
     equation: ClassVar[str] = (
         "s(t) = z_10(t) - z_21(t); z: rolling z-score over 64 tokens of ||h_l(t) - h_l(t-1)||"
     )
+    smoothing: ClassVar[str] = "rolling_z"
 
     rolling: Count = 64
 

@@ -20,6 +20,7 @@ class EpikvEma(HiddenPolicy):
 
     source: ClassVar[str] = f"{EPIKV}, EMA as its notes have it"
     equation: ClassVar[str] = "s(t) = m_10(t) - m_21(t), m = .9 g + .1 m before"
+    smoothing: ClassVar[str] = "ema"
 
     newest: Share = 0.9
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from cfkv.policies._base import View, parameters, policy_kinds
+from cfkv.policies._base import parameters, policy_kinds
 from cfkv.policies._born import EPIKV
 from cfkv.policies._lag_chunks import LagChunkPolicy
 
@@ -16,13 +14,10 @@ from cfkv.policies._lag_chunks import LagChunkPolicy
 class EpikvLagKv(LagChunkPolicy):
     """Keep generated tokens whose keys and values vary most on the scale of the 128 cached tokens before; one mask."""
 
-    needs: ClassVar[tuple[str, ...]] = ("keys", "values")
+    vectors: ClassVar[tuple[str, ...]] = ("keys", "values")
+    needs: ClassVar[tuple[str, ...]] = vectors
     source: ClassVar[str] = f"{EPIKV}, Lag-KV"
     equation: ClassVar[str] = (
         "s(j) = mean over KV heads of std_d of the layer-mean key plus that of the value, each on the previous "
         "chunk's range"
     )
-
-    def vectors(self, view: View) -> list[Tensor]:
-        """What is spread."""
-        return [view["keys"], view["values"]]

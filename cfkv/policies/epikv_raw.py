@@ -18,6 +18,7 @@ class EpikvRaw(HiddenPolicy):
 
     source: ClassVar[str] = f"{EPIKV}, raw signal"
     equation: ClassVar[str] = "s(t) = g_10(t) - g_21(t), g_l(t) = ||h_l(t) - h_l(t-1)||"
+    smoothing: ClassVar[str] = "raw"
 
     def smooth(self, memory: Memory, series: Tensor) -> Tensor:
         """None."""

@@ -20,6 +20,7 @@ class EpikvRollingMean(HiddenPolicy):
 
     source: ClassVar[str] = f"{EPIKV}, HS-variance (raw combined)"
     equation: ClassVar[str] = "s(t) = mean64 g_10(t) - mean64 g_21(t)"
+    smoothing: ClassVar[str] = "rolling_mean"
 
     rolling: Count = 64
 

@@ -41,8 +41,9 @@ class H2oPage(Policy):
         return PAGE
 
     def observe(self, state: State, seen: Seen) -> None:
-        """Add the new rows."""
-        state.columns["mass"] += seen["attention"].mean(dim=(0, 1)).sum(dim=0)
+        """Add the rows of the prompt."""
+        rows = seen["attention"][:, :, ~seen.generated]
+        state.columns["mass"] += rows.mean(dim=(0, 1)).sum(dim=0)
 
     def score(self, view: View) -> Tensor:
         """The mass."""

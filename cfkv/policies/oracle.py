@@ -7,12 +7,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
+from cfkv.policies._common import study_window
 
 
 @policy_kinds.register
 @parameters
 class Oracle(Policy):
-    """Keep the prompt and the tokens with the largest label."""
+    """Keep the prompt, the newest tokens, and those with the largest label."""
 
     needs: ClassVar[tuple[str, ...]] = ("label",)
     frozen: ClassVar[bool] = True
@@ -20,8 +21,9 @@ class Oracle(Policy):
     equation: ClassVar[str] = "s(j) = label of j; 0 where it is untested"
 
     def protection(self, slots: int, prompt_len: int, step: int) -> Protection:
-        """The prompt, as the random control does."""
-        return Protection(prompt=True)
+        """The prompt and a recent window, as the random control does: a label says what the answer needs, and not what
+        the line that is being written needs."""
+        return Protection(prompt=True, recent=study_window(slots))
 
     def score(self, view: View) -> Tensor:
         """The label."""

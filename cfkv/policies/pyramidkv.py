@@ -19,6 +19,7 @@ class Pyramidkv(Snapkv):
 
     nested: ClassVar[bool] = False
     ragged: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
     source: ClassVar[str] = "PyramidKV (arXiv:2406.02069), its code"
     equation: ClassVar[str] = (
         "SnapKV's s(j); layer l keeps max - l * step tokens, min = c / 20, max = 2 c - min"

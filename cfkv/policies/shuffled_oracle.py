@@ -13,7 +13,7 @@ from cfkv.policies.oracle import Oracle
 @policy_kinds.register
 @parameters
 class ShuffledOracle(Oracle):
-    """Keep the prompt and the tokens with the largest label after the trace's labels were dealt out anew."""
+    """Keep the prompt, the newest tokens, and those with the largest label once labels were dealt out anew."""
 
     needs: ClassVar[tuple[str, ...]] = ("shuffled_label",)
     equation: ClassVar[str] = "s(j) = label of another tested token of the trace; 0 where j is untested"

@@ -14,7 +14,7 @@ from cfkv.policies._common import PAGE
 @policy_kinds.register
 @parameters
 class StreamingLlm36(Policy):
-    """Keep the first 4 and the last 32 prompt tokens, whatever the budget, and all that is generated."""
+    """Keep the first 4 and the last 32 prompt tokens at any budget that evicts, and all that is generated."""
 
     frozen: ClassVar[bool] = True
     fills: ClassVar[bool] = False

@@ -45,7 +45,8 @@ class ThinkvOriginal(Policy):
     )
     deviations: ClassVar[str] = (
         "thresholds and layers are to be calibrated per model (defaults: .5, .8, four layers evenly spaced); the "
-        "prompt counts as reasoning; over budget, tokens of small clusters go first; nothing is quantised"
+        "prompt counts as reasoning; over budget, tokens of small clusters go first; nothing goes while the cache fits "
+        "its budget; nothing is quantised"
     )
 
     segment: Count = 128

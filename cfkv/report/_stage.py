@@ -12,7 +12,8 @@ from cfkv.manifest import write_text
 from cfkv.report.card import dataset_card
 from cfkv.report.figures import figures_svg, write_figures
 from cfkv.report.html import render_report
-from cfkv.schemas import CORRELATIONS, EVICTION_KL, PROBED, TOKEN_LABELS, TRACES, WINDOWS
+from cfkv.report.policies import policy_results
+from cfkv.schemas import CORRELATIONS, EVALUATIONS, EVICTION_KL, PROBED, TOKEN_LABELS, TRACES, WINDOWS
 from cfkv.stage import Run
 
 
@@ -20,13 +21,18 @@ def run_report(run: Run, config: ReportConfig) -> Path:
     """Write RUN/figures, RUN/report.html and RUN/README.md from the tables; returns the report's path."""
     for name in ("correlate", *run.require("correlate")["identity"]["upstream"]):
         run.wait_for(name, patient=False)
+    for name in run.manifest.read()["stages"]:
+        if name.startswith("evaluate online"):  # half of an evaluation would look like all of it
+            run.wait_for(name, patient=False)
     correlations = store.collect(run.path, CORRELATIONS)
     manifest = run.manifest.read()
     traces = store.collect(run.path, TRACES)
     token_labels = store.collect(run.path, TOKEN_LABELS)
     graded = graded_kinds(token_labels)
     asked = recorded_config(run) or CorrelateConfig()
-    write_figures(correlations, run.path / "figures", graded=graded)
+    policies = policy_results(store.collect(run.path, EVALUATIONS))
+    accuracy = policies.accuracy if policies else None
+    write_figures(correlations, run.path / "figures", graded=graded, accuracy=accuracy)
     page = render_report(
         title=f"cfkv: {run.path.resolve().name}",
         manifest=manifest,
@@ -37,8 +43,9 @@ def run_report(run: Run, config: ReportConfig) -> Path:
         probed=store.collect(run.path, PROBED),
         correlations=correlations,
         config=config,
-        figures_svg=figures_svg(correlations, graded=graded),
+        figures_svg=figures_svg(correlations, graded=graded, accuracy=accuracy),
         high_damage=asked.high_damage,
+        policies=policies,
     )
     path = run.path / "report.html"
     write_text(path, page)

@@ -98,9 +98,13 @@ def label_kinds(*tables: pl.DataFrame) -> list[str]:
 
 
 def failure_rows(
-    traces: pl.DataFrame, windows: pl.DataFrame, token_labels: pl.DataFrame, probed: pl.DataFrame
+    traces: pl.DataFrame,
+    windows: pl.DataFrame,
+    token_labels: pl.DataFrame,
+    probed: pl.DataFrame,
+    evaluations: pl.DataFrame | None = None,
 ) -> list[dict[str, str]]:
-    """Every row of the four tables that did not end well: table, item, status, reason."""
+    """Every row of these tables that did not end well: table, item, status, reason."""
     empty = pl.lit("")
     wanted = [
         ("traces", traces, ["ok"], empty),
@@ -108,6 +112,8 @@ def failure_rows(
         ("windows", windows, ["ok"], pl.format("{} window {}", "kind", "window_index")),
         ("probed", probed, ["ok"], pl.col("group")),
     ]
+    if evaluations is not None:
+        wanted.append(("evaluations", evaluations, ["ok"], pl.col("arm")))
     rows: list[dict[str, str]] = []
     for name, frame, good, part in wanted:
         bad = frame.filter(~pl.col("status").fill_null("").is_in(good)).select(

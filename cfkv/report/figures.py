@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from cfkv.analysis._arms import FULL
+from cfkv.report.accuracy import accuracy_figure, accuracy_rows
 from cfkv.report.auroc import auroc_figure, auroc_rows
 from cfkv.report.bands import band_figure, band_rows
 from cfkv.report.meanings import wording
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "accuracy_figure",
+    "accuracy_rows",
     "auroc_figure",
     "auroc_rows",
     "band_figure",
@@ -43,11 +47,16 @@ def svg_text(figure: Figure) -> str:
 
 
 def draw_figures(
-    correlations: pl.DataFrame, *, measure: str = "spearman_within", graded: Collection[str] = ()
+    correlations: pl.DataFrame,
+    *,
+    measure: str = "spearman_within",
+    graded: Collection[str] = (),
+    accuracy: pl.DataFrame | None = None,
 ) -> dict[str, Figure]:
-    """Every figure by its name, `bands-KIND` and `auroc-KIND`, for each label kind that has an estimate.
+    """Every figure by its name: `bands-KIND` and `auroc-KIND` for each label kind that has an estimate, and
+    `accuracy-MODE` for each mode in which a policy has an accuracy.
 
-    `graded` kinds speak of high damage instead of importance.
+    `graded` kinds speak of high damage instead of importance. `accuracy` is the table `policy_accuracy`.
     """
     figures: dict[str, Figure] = {}
     for kind in correlations["kind"].unique(maintain_order=True):
@@ -56,14 +65,27 @@ def draw_figures(
             figures[f"bands-{slug(kind)}"] = band_figure(correlations, kind, measure=measure, subject=subject)
         if auroc_rows(correlations, kind)["estimate"].is_finite().any():
             figures[f"auroc-{slug(kind)}"] = auroc_figure(correlations, kind, subject=subject)
+    for mode, rows in _accuracy_parts(accuracy).items():
+        if accuracy is not None and (rows["policy"] != FULL).any():
+            figures[f"accuracy-{slug(mode)}"] = accuracy_figure(accuracy, mode)
     return figures
 
 
+def _accuracy_parts(accuracy: pl.DataFrame | None) -> dict[str, pl.DataFrame]:
+    if accuracy is None:
+        return {}
+    return {mode: accuracy_rows(accuracy, mode) for mode in accuracy["mode"].unique().sort()}
+
+
 def figures_svg(
-    correlations: pl.DataFrame, *, measure: str = "spearman_within", graded: Collection[str] = ()
+    correlations: pl.DataFrame,
+    *,
+    measure: str = "spearman_within",
+    graded: Collection[str] = (),
+    accuracy: pl.DataFrame | None = None,
 ) -> dict[str, str]:
     """The figures as SVG texts, by name: what `render_report` puts into the page."""
-    drawn = draw_figures(correlations, measure=measure, graded=graded)
+    drawn = draw_figures(correlations, measure=measure, graded=graded, accuracy=accuracy)
     return {name: svg_text(figure) for name, figure in drawn.items()}
 
 
@@ -73,8 +95,9 @@ def write_figures(
     *,
     measure: str = "spearman_within",
     graded: Collection[str] = (),
+    accuracy: pl.DataFrame | None = None,
 ) -> list[Path]:
-    """Write each figure as PNG and SVG into `directory`, and the plotted values as bands.csv and auroc.csv.
+    """Write each figure as PNG and SVG into `directory`, and the plotted values as bands.csv, auroc.csv, accuracy.csv.
 
     Returns the files written; a table without rows has none.
     """
@@ -85,6 +108,7 @@ def write_figures(
     tables = {
         "bands": [band_rows(correlations, kind, measure=measure) for kind in kinds],
         "auroc": [auroc_rows(correlations, kind) for kind in kinds],
+        "accuracy": list(_accuracy_parts(accuracy).values()),
     }
     for name, parts in tables.items():
         if not any(len(part) for part in parts):
@@ -92,7 +116,7 @@ def write_figures(
         path = directory / f"{name}.csv"
         pl.concat(parts).write_csv(path)
         written.append(path)
-    for name, figure in draw_figures(correlations, measure=measure, graded=graded).items():
+    for name, figure in draw_figures(correlations, measure=measure, graded=graded, accuracy=accuracy).items():
         png, svg = directory / f"{name}.png", directory / f"{name}.svg"
         with styled():
             figure.savefig(png, format="png", dpi=DPI)

@@ -14,6 +14,7 @@ from cfkv.analysis.summary import label_counts
 from cfkv.config import ReportConfig, canonical_json
 from cfkv.report.counts import count_removals, count_traces, count_windows, failure_rows, label_kinds
 from cfkv.report.meanings import MEANINGS, Wording, wording
+from cfkv.report.policies import PolicyResults, arms_in_words, policy_sections
 from cfkv.report.svg import inline_svg
 from cfkv.report.tables import TOP_ROWS, correlation_table, significance_sentence
 from cfkv.report.text import MEASURES, count, number, percent, slug, span
@@ -35,6 +36,7 @@ def render_report(
     config: ReportConfig,
     figures_svg: dict[str, str],
     high_damage: float = 0.1,
+    policies: PolicyResults | None = None,
 ) -> str:
     """The report of a run as the text of one HTML page.
 
@@ -49,9 +51,11 @@ def render_report(
     config : ReportConfig
         How many traces are shown.
     figures_svg : dict
-        SVG texts by name, `bands-KIND` and `auroc-KIND`, from `cfkv.report.figures.figures_svg`.
+        SVG texts by name, `bands-KIND`, `auroc-KIND`, `accuracy-MODE`, from `cfkv.report.figures.figures_svg`.
     high_damage : float
         The share of a trace that the correlations call high damage, for kinds that store a value alone.
+    policies : PolicyResults, optional
+        What was evaluated; without it the page has no section of policies.
 
     Raises
     ------
@@ -62,7 +66,8 @@ def render_report(
 
     kinds = label_kinds(token_labels, windows, correlations)
     stages = manifest.get("stages") or {}
-    failures = failure_rows(traces, windows, token_labels, probed)
+    evaluations = policies.evaluations if policies else None
+    failures = failure_rows(traces, windows, token_labels, probed, evaluations)
     plots = {
         name: inline_svg(svg, f"fig-{slug(name)}", f"Figure {name}; its values are in the table below")
         for name, svg in figures_svg.items()
@@ -85,6 +90,8 @@ def render_report(
         for kind in kinds
     ]
     used = {name for kind in kinds for name in (f"bands-{slug(kind)}", f"auroc-{slug(kind)}")}
+    policy_parts = policy_sections(policies, plots) if policies else []
+    used |= {f"accuracy-{part['id']}" for part in policy_parts}
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -98,6 +105,8 @@ def render_report(
             for (group,), rows in probed.group_by("group", maintain_order=True)
         ],
         sections=sections,
+        policies=policy_parts,
+        arms=arms_in_words(policies) if policies else "",
         other_plots={name: svg for name, svg in plots.items() if name not in used},
         measures=list(MEASURES.values()),
         top_rows=TOP_ROWS,

@@ -30,7 +30,7 @@ def number(value: float | None, digits: int = 3) -> str:
     if value is None or math.isnan(value):
         return "–"
     written = f"{value:.{digits}f}"
-    return "0." + "0" * digits if float(written) == 0 else written.replace("-", "−")
+    return f"{0:.{digits}f}" if float(written) == 0 else written.replace("-", "−")
 
 
 def pvalue(value: float | None) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cfkv.answers import matcher
 from cfkv.config import Config, Execution, Recipe, TraceConfig
 from cfkv.models.loading import LoadedModel
+from cfkv.models.sources import NAMED
 from cfkv.schemas import TRACES
 from cfkv.stage import Output, Rows, Run, Stage, StageResult
 from cfkv.traces.items import trace_items
@@ -34,10 +35,13 @@ def _content_hash(path: Path) -> str:
 C = TypeVar("C", bound=Config)
 
 
-def absolute(config: C, field: str) -> C:
-    """The configuration with a local path spelt in full, so that later commands find it from anywhere."""
+def absolute(config: C, field: str, names: Collection[str] = ()) -> C:
+    """The configuration with a local path spelt in full, so that later commands find it from anywhere.
+
+    One of `names` is no path, even where a folder is called so: that of the run, say.
+    """
     value = getattr(config, field)
-    if value is None or not Path(value).expanduser().exists():
+    if value is None or value in names or not Path(value).expanduser().exists():
         return config
     found = Path(value).expanduser().resolve()
     return config.model_copy(update={field: found if isinstance(value, Path) else str(found)})
@@ -70,7 +74,7 @@ def run_trace(
     # An import only scores its tokens in one forward, which a model without keys and values can do as well.
     extra = describe(loaded, caching=config.mode != "import")
     mark = run.open_stage(stage, overwrite=execution.overwrite, extra=extra)
-    run.manifest.record_config("model", absolute(recipe.model, "model"))
+    run.manifest.record_config("model", absolute(recipe.model, "model", NAMED))
     run.manifest.record_config("trace", absolute(config, "path"))
     writer = TraceWriter(loaded, config, execution, matcher(config.answer_match))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from cfkv.schemas import CORRELATIONS, TABLES, TRACES
+from cfkv.schemas import TABLES, TRACES
 from cfkv.validate._check import EXAMPLES, Check
 from cfkv.validate._content import Content
 
@@ -18,6 +18,8 @@ REQUIRED: Mapping[str, Sequence[str]] = {
     "eviction_kl": ("step", "blocks", "kl", "kl_by_offset"),
     "token_labels": ("importance", "value", "n_windows"),
     "probed": ("n_tokens",),
+    "policy_validity": ("step", "value", "n_candidates", "n_important"),
+    "judged": ("n_tokens",),
     "correlations": ("estimate", "low", "high", "n_traces", "n_tokens", "n_important"),
 }
 WELL = ("ok", "labelled")
@@ -59,7 +61,7 @@ def known_traces(content: Content) -> Check:
     if (TRACES.name, None) in content.incomplete:
         return check  # the traces of the missing part are not wrong
     for (name, value), rows in content.raw.items():
-        if name in (TRACES.name, CORRELATIONS.name):
+        if name == TRACES.name or "trace_id" not in rows.columns:
             continue
         check.seen += rows.height
         place = name if value is None else f"{name}/{TABLES[name].partition}={value}"

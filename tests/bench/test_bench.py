@@ -96,3 +96,15 @@ def test_peak_by_hand() -> None:
 
     assert peak_bytes(work, torch.device("cpu")) == 12_000_000
     assert peak_bytes(turns, torch.device("cpu")) == 4_000_000
+
+
+def test_decode_runs(tmp_path: Path) -> None:
+    """The slow loops and the batches write what the fixed slots write."""
+    file = tmp_path / "d.json"
+    sizes = ["--slots", "64", "--steps", "6", "--positions", "160", "--sequences", "3"]
+    assert _guarded(["bench", "decode", *SMALL, *sizes, "--json", str(file)]) == 0
+    rows = {row["metric"]: row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert [rows[f"{slots} slots: same tokens"] for slots in (64, 256)] == [1, 1]
+    assert rows["3 sequences: same answers"] == 1
+    assert rows["16 arms: same answers"] == 1
+    assert sum("added / no policy" in metric for metric in rows) == 6

@@ -21,6 +21,22 @@ ACCELERATE = (
 )
 
 
+# What a recipe without policies leaves empty.
+EVALUATED = frozenset(
+    [
+        "evaluations",
+        "keep_sets",
+        "policy_accuracy",
+        "policy_comparisons",
+        "lossless_budgets",
+        "offline_online",
+        "policy_validity",
+        "judged",
+        "validity_summary",
+    ]
+)
+
+
 def tables(run: Path) -> dict[str, pl.DataFrame]:
     """All tables of a run, whole."""
     loaded = cfkv.load(run)

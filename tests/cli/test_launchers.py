@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from real_runs import assert_same, finish, started
+from real_runs import EVALUATED, assert_same, finish, started
 
 from cfkv.cli import _guarded
 
@@ -22,7 +22,7 @@ RECIPE = {
     "label": [{"kind": "occlusion", "window": 8, "stride": 8, "max_new_tokens": 16}],
     "correlate": {"draws": 100, "smoothings": ["raw"]},
 }
-ABSENT = {"eviction_kl", "head_agreement", "gate_signals", "evaluations", "keep_sets"}
+ABSENT = {"eviction_kl", "head_agreement", "gate_signals", *EVALUATED}
 OWED = "other shards still owe parts of trace, label:occlusion"
 
 

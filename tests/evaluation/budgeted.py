@@ -46,10 +46,23 @@ def draw(loaded: LoadedModel, length: int, seed: int = 1) -> list[int]:
     return torch.randint(9, loaded.shape.vocabulary, (length,), generator=generator).tolist()
 
 
+def distinct(loaded: LoadedModel, length: int, seed: int = 1) -> list[int]:
+    """No token comes twice: the first layer's keys or values of two would tie but for rounding; ranks jump there."""
+    generator = torch.Generator().manual_seed(seed)
+    return (9 + torch.randperm(loaded.shape.vocabulary - 9, generator=generator)).tolist()[:length]
+
+
 def read(
-    loaded: LoadedModel, policies: Sequence[Policy], ids: Sequence[int], stop: int, chunk_size: int = 512
+    loaded: LoadedModel,
+    policies: Sequence[Policy],
+    ids: Sequence[int],
+    stop: int,
+    chunk_size: int = 512,
+    prompt: int = PROMPT,
 ) -> Reading:
-    reading = Reading(loaded, policies, list(ids[:stop]), prompt_len=min(PROMPT, stop), chunk_size=chunk_size)
+    reading = Reading(
+        loaded, policies, list(ids[:stop]), prompt_len=min(prompt, stop), chunk_size=chunk_size, seed=11
+    )
     reading.read_to(stop)
     return reading
 

@@ -41,3 +41,18 @@ def test_logits_are_those_of_a_full_cache_with_the_same_entries_masked(
     print(f"{name} on {family}: largest difference {gap:.1e}")
     if not policy.compact:
         assert gap < 1e-4
+
+
+def test_layers_of_different_budgets_are_cut_physically(make_tiny: Tiny) -> None:
+    """PyramidKV: each layer's slots are those that it keeps and those of the tokens to come."""
+    loaded, policy = make_tiny("llama", "sdpa"), small("pyramidkv")
+    ids = draw(loaded, TOTAL)
+    reading = read(loaded, [policy], ids, CONTEXT)
+    (outcome,) = decode([task(reading, 0, ids, Budget(slots=SLOTS), record=True)], 1)
+    assert outcome.eviction == "physical"
+    shape = loaded.shape
+    kept = {keep.layer: len(keep.kept) for keep in outcome.keep_sets}
+    assert len(kept) == shape.num_layers
+    assert len(set(kept.values())) > 1
+    slots = sum(count + TOTAL - CONTEXT + 1 for count in kept.values())  # one more: max_new_tokens
+    assert outcome.peak_bytes == slots * 2 * shape.num_kv_heads * shape.head_dim * 4

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from world import KV_HEADS, LAYERS, Table, World, by_token
+from world import KV_HEADS, LAYERS, Table, World, by_token, thinned
 
 from cfkv.errors import CfkvError
 from cfkv.policies._base import SEEN_COLUMNS, VIEW_COLUMNS, Policy, View, make_policy, policy_kinds
@@ -40,18 +40,6 @@ def make(name: str) -> Policy:
 @pytest.fixture(scope="module")
 def world() -> World:
     return World(LENGTH, PROMPT)
-
-
-def thinned(world: World, policy: Policy, table: Table, seed: int = 5) -> Table:
-    """The table after other evictions: tokens chosen per row, those protected stay, rows of equal counts."""
-    generator = torch.Generator().manual_seed(seed)
-    view = world.view(policy, table, slots=80)
-    draws = torch.rand(*table.tokens.shape[:-1], LENGTH, generator=generator)  # by token, not by slot
-    scores = draws.gather(-1, table.tokens.clamp(min=0))
-    protected = (view.protected & view.valid).sum(dim=-1).max()
-    return world.evicted(
-        table, select(scores, view.positions, view.valid, view.protected, int(100 - protected))
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,7 +72,9 @@ class TestContract:
         policy = make(name)
         first, second = (world.fill(policy, LENGTH, seed=seed, spare=seed) for seed in (1, 9))
         assert_same_scores(world, policy, first, second)
-        assert_same_scores(world, policy, *(thinned(world, policy, table) for table in (first, second)))
+        assert_same_scores(
+            world, policy, *(thinned(world, policy, table, 100, 80) for table in (first, second))
+        )
 
     def test_blocks_do_not_matter(self, name: str, world: World) -> None:
         policy = make(name)
@@ -135,7 +125,7 @@ class TestContract:
     def test_a_second_eviction(self, name: str, world: World) -> None:
         policy = make(name)
         if not policy.ragged:
-            table = thinned(world, policy, world.fill(policy, LENGTH))
+            table = thinned(world, policy, world.fill(policy, LENGTH), 100, 80)
             view = world.view(policy, table, slots=80)
             counts = keep_mask(policy, view, Budget(slots=85)).sum(dim=-1)
             assert (counts == 85).all() if policy.fills else (counts <= 85).all()

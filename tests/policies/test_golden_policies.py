@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cfkv.policies._base import Policy, Seen, View, make_policy
+from cfkv.policies.pyramidkv import pyramid
 
 GOLDEN = np.load(Path(__file__).parents[1] / "signals" / "golden" / "scores.npz")
 TOKENS, TOLERANCE = 256, 1e-4
@@ -96,6 +97,16 @@ def test_h2o_is_the_sum_that_observed_attention_divides() -> None:
     KV head, H2O's score their sum."""
     queries = 2 * (TOKENS - torch.arange(TOKENS))
     check(score(make_policy("h2o"), attention=attention()) / queries, "observed_attention")
+
+
+def test_lagkv_rank() -> None:
+    """kvpress's 4 sinks and partitions of 32; what it keeps anyway has 1."""
+    check(score(make_policy("lagkv_rank", {"lag": 32})), "lagkv_sink4_lag32")
+
+
+def test_pyramidkv_budgets() -> None:
+    """kvpress, at half of 256 tokens, window 32 and beta 20 in 4 layers, keeps 224, 160, 96 and 32 tokens."""
+    assert pyramid(room=128, free=224, window=32, layers=4, beta=20) == [224, 160, 96, 32]
 
 
 def test_r_kv() -> None:

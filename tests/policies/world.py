@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cfkv.policies._base import Policy, Seen, State, View
+from cfkv.policies._budget import select
 from cfkv.policies._labels import label_column, shuffled
 
 LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 8
@@ -20,10 +21,11 @@ LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 8
 
 @dataclass(frozen=True)
 class Table:
-    """Which token each slot holds, int64 [l, g, S]; -1: none. State columns as the policy filled them."""
+    """Which token each slot holds, int64 [l, g, S]; -1: none. The state as it was filled; `step` tokens were seen."""
 
     tokens: Tensor
     state: State
+    step: int
 
 
 class World:
@@ -83,7 +85,7 @@ class World:
             tokens.scatter_(-1, places, new.expand(places.shape))
             if policy.observes:
                 policy.observe(state, self.seen(policy, new, places, tokens))
-        return Table(tokens, state)
+        return Table(tokens, state, step)
 
     def seen(self, policy: Policy, new: Tensor, places: Tensor, tokens: Tensor) -> Seen:
         valid = tokens >= 0
@@ -117,7 +119,7 @@ class World:
     ) -> View:
         """What the policy would be shown after the last token of the table; `slots`: the budget."""
         tokens, valid = table.tokens, table.tokens >= 0
-        step = int(tokens.max()) + 1
+        step = table.step
         held = tokens.clamp(min=0)
         queries = torch.arange(max(step - policy.window, 0), step)
 
@@ -150,7 +152,17 @@ class World:
 
     def evicted(self, table: Table, keep: Tensor) -> Table:
         """The same table after an eviction."""
-        return Table(table.tokens.masked_fill(~keep, -1), table.state)
+        return Table(table.tokens.masked_fill(~keep, -1), table.state, table.step)
+
+
+def thinned(world: World, policy: Policy, table: Table, keep: int, slots: int, seed: int = 5) -> Table:
+    """The table after other evictions: `keep` tokens per row, drawn, but for those protected at a budget of `slots`."""
+    generator = torch.Generator().manual_seed(seed)
+    view = world.view(policy, table, slots=slots)
+    draws = torch.rand(*table.tokens.shape[:-1], world.length, generator=generator)  # by token, not by slot
+    scores = draws.gather(-1, table.tokens.clamp(min=0))
+    protected = int((view.protected & view.valid).sum(dim=-1).max())
+    return world.evicted(table, select(scores, view.positions, view.valid, view.protected, keep - protected))
 
 
 def heads_of(mask: Tensor) -> Tensor:

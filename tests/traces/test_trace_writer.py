@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from cfkv.answers import exact_match
-from cfkv.config import Execution, TraceConfig
+from cfkv.config import Execution, ModelConfig, TraceConfig
 from cfkv.models.loading import LoadedModel
+from cfkv.models.sources import NAMED
 from cfkv.models.tokens import decode, encode
 from cfkv.traces.items import TraceItem, trace_items
+from cfkv.traces.stage import absolute
 from cfkv.traces.write import TraceWriter
 
 Row = dict[str, Any]
@@ -247,3 +249,13 @@ def test_imported_trace_of_exactly_all_positions(
     record = {"question": "q", "answer": "a", "prompt_token_ids": prompt, "response_token_ids": response}
     (row,) = imported(builtin, tmp_path, [record])
     assert (row["status"], len(row["token_ids"]), row["answer"]) == ("ok", limit, None)
+
+
+def test_a_run_directory_called_like_a_model_does_not_become_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by tracing into a folder named builtin: every later command took the run for the model."""
+    (tmp_path / "builtin").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute(ModelConfig(model="builtin"), "model", NAMED).model == "builtin"
+    assert absolute(ModelConfig(model="./builtin"), "model", NAMED).model == str(tmp_path / "builtin")
