@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -140,6 +141,15 @@ class Row:
                 f"policy {self.policy.name} is simulated by masks, where slots are not the cache's order; use "
                 "--positions absolute"
             )
+        if (
+            task.budget is not None
+            and task.labels is None
+            and {"label", "shuffled_label"} & set(self.policy.needs)
+        ):
+            raise CfkvError(
+                f"policy {self.policy.name} is made from labels, and the task has none; give it the `labels` of its "
+                "trace [N], NaN where untested, or another policy"
+            )
         self.fed, self.pending, self.ended = 0, 0, False
         self.free = torch.empty(0)
         self.taken, self.held = 0, 0.0
@@ -168,9 +178,21 @@ class Row:
         budget, schedule = self.task.budget, self.policy.schedule
         if budget is None or schedule.kind in ("never", "once"):
             return self._loaded.shape[-1] + ahead
-        total = self.policy.protection(budget.slots, self.task.reading.prompt_len, self.task.length)
-        most = budget.total(total.count(self.task.reading.prompt_len, self.task.length))
-        return max(self._loaded.shape[-1], min(self.task.length, most + schedule.growth))
+        return max(self._loaded.shape[-1], min(self.task.length, self._most + schedule.growth))
+
+    @cached_property
+    def _most(self) -> int:
+        """The most slots that the budget allows at any step: what is protected may grow and shrink."""
+        budget = self.task.budget
+        if budget is None:
+            return self.task.length
+        if budget.scope == "total":
+            return budget.slots
+        first, prompt_len = self.task.reading.length, self.task.reading.prompt_len
+        return max(
+            budget.total(self.policy.protection(budget.slots, prompt_len, step).count(prompt_len, step))
+            for step in range(first, self.task.length + 1)
+        )
 
     def prepare(self) -> None:
         """Let the policy evict of what was read; after this, `slots` are known.
@@ -232,8 +254,12 @@ class Row:
         if self.simulated:
             self._mask = keep[..., : reading.length]
             return everything, state.gather(everything)
-        # Layers may hold different numbers (whole chunks): the table is as long as the longest.
-        count = int(keep.sum(dim=-1).max())
+        # Layers may hold different numbers for good (whole chunks): the table is as long as the longest.
+        counts = keep.sum(dim=-1)
+        if not self.policy.ragged:
+            for_good = self.policy.schedule.kind == "once"
+            self._check_even(counts, counts[:, :1] if for_good else counts[:1, :1])
+        count = int(counts.max())
         slots = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
         self._mask = keep.gather(-1, slots)
         return slots, state.gather(slots)
@@ -316,16 +342,19 @@ class Row:
                 self._drop(cache, gone_mask)
             else:
                 counts = gone_mask.sum(dim=-1)
-                count = int(counts[0, 0])
-                if bool((counts != count).any()):
-                    raise CfkvError(
-                        f"policy {self.policy.name} evicts {int(counts.min())} to {int(counts.max())} slots at once "
-                        "from different layers or KV heads; it must declare `ragged = True`"
-                    )
-                self._free(cache, (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
+                self._check_even(counts, counts[:1, :1])
+                slots = (~gone_mask).to(torch.int8).argsort(dim=-1, stable=True)
+                self._free(cache, slots[..., : int(counts[0, 0])])
         self.held = self._count(cache) if self.simulated else self.held - self._gone
         if self.positions == "compact":
             self._move_together(cache)
+
+    def _check_even(self, counts: Tensor, expected: Tensor) -> None:
+        if bool((counts != expected).any()):
+            raise CfkvError(
+                f"policy {self.policy.name} keeps or evicts {int(counts.min())} to {int(counts.max())} slots at once "
+                "on different layers or KV heads; it must declare `ragged = True`"
+            )
 
     def _free(self, cache: BudgetCache, slots: Tensor) -> None:
         """Physical eviction: the slots [l, g, E] are for the next tokens."""
