@@ -260,6 +260,11 @@ class Row:
             for_good = self.policy.schedule.kind == "once"
             self._check_even(counts, counts[:, :1] if for_good else counts[:1, :1])
         count = int(counts.max())
+        if self.positions != "absolute" and bool((counts != count).any()):
+            raise CfkvError(
+                f"policy {self.policy.name} keeps {int(counts.min())} to {count} tokens on different layers, so that "
+                f"the next one has no single place for positions {self.positions!r}; use --positions absolute"
+            )
         slots = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
         self._mask = keep.gather(-1, slots)
         return slots, state.gather(slots)

@@ -197,9 +197,7 @@ def test_compact_is_absolute_where_nothing_was_evicted_in_between(
 
 
 @pytest.mark.parametrize("positions", ["slot", "compact"])
-@pytest.mark.parametrize(
-    ("name", "options"), [("h2o", {"simulate": True}), ("ada_kv", {}), ("pyramidkv", {})]
-)
+@pytest.mark.parametrize(("name", "options"), [("h2o", {"simulate": True}), ("ada_kv", {})])
 def test_masks_have_no_other_positions(
     name: str, options: dict[str, bool], positions: Positions, llama: LoadedModel
 ) -> None:
@@ -209,3 +207,15 @@ def test_masks_have_no_other_positions(
     wanted = task(reading, 0, ids, Budget(slots=SLOTS), positions=positions, **options)
     with pytest.raises(CfkvError, match=f"policy {name} is simulated .*--positions absolute"):
         decode([wanted], 1)
+
+
+@pytest.mark.parametrize("positions", ["slot", "compact"])
+@pytest.mark.parametrize("name", ["chunkkv", "pyramidkv"])
+def test_layers_of_different_length_have_no_other_positions(
+    name: str, positions: Positions, llama: LoadedModel
+) -> None:
+    """A token has one rotary position, but another place in the cache of each layer."""
+    ids = draw(llama, 75)
+    reading = read(llama, [small(name)], ids, START)
+    with pytest.raises(CfkvError, match=f"policy {name} keeps .* on different layers.*--positions absolute"):
+        decode([task(reading, 0, ids, Budget(slots=SLOTS), positions=positions)], 1)
