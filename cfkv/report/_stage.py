@@ -13,7 +13,18 @@ from cfkv.report.card import dataset_card
 from cfkv.report.figures import figures_svg, write_figures
 from cfkv.report.html import render_report
 from cfkv.report.policies import policy_results
-from cfkv.schemas import CORRELATIONS, EVALUATIONS, EVICTION_KL, PROBED, TOKEN_LABELS, TRACES, WINDOWS
+from cfkv.report.validity import validity_section
+from cfkv.schemas import (
+    CORRELATIONS,
+    EVALUATIONS,
+    EVICTION_KL,
+    OFFLINE_ONLINE,
+    PROBED,
+    TOKEN_LABELS,
+    TRACES,
+    VALIDITY_SUMMARY,
+    WINDOWS,
+)
 from cfkv.stage import Run
 
 
@@ -46,6 +57,11 @@ def run_report(run: Run, config: ReportConfig) -> Path:
         figures_svg=figures_svg(correlations, graded=graded, accuracy=accuracy),
         high_damage=asked.high_damage,
         policies=policies,
+        validity=validity_section(
+            store.collect(run.path, VALIDITY_SUMMARY),
+            store.collect(run.path, OFFLINE_ONLINE),
+            run.manifest.recipe().offline,
+        ),
     )
     path = run.path / "report.html"
     write_text(path, page)

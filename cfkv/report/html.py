@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from cfkv.report.svg import inline_svg
 from cfkv.report.tables import TOP_ROWS, correlation_table, significance_sentence
 from cfkv.report.text import MEASURES, count, number, percent, slug, span
 from cfkv.report.tokens import choose_traces, tokens_html
+from cfkv.report.validity import PlainTable
 
 MAX_FAILURES = 200
 
@@ -37,6 +38,7 @@ def render_report(
     figures_svg: dict[str, str],
     high_damage: float = 0.1,
     policies: PolicyResults | None = None,
+    validity: Sequence[PlainTable] = (),
 ) -> str:
     """The report of a run as the text of one HTML page.
 
@@ -56,6 +58,8 @@ def render_report(
         The share of a trace that the correlations call high damage, for kinds that store a value alone.
     policies : PolicyResults, optional
         What was evaluated; without it the page has no section of policies.
+    validity : sequence of PlainTable
+        From `cfkv.report.validity.validity_section`; without them the page has no such section.
 
     Raises
     ------
@@ -106,6 +110,7 @@ def render_report(
         ],
         sections=sections,
         policies=policy_parts,
+        validity=validity,
         arms=arms_in_words(policies) if policies else "",
         other_plots={name: svg for name, svg in plots.items() if name not in used},
         measures=list(MEASURES.values()),

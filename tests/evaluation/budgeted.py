@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "manifoldkv_windowed": {"length": 32},
     "ahakv": {"cache": 20},
 }
+TIE = 1e-4
 PROMPT, CONTEXT, TOTAL, SLOTS = 40, 80, 110, 60
 
 
@@ -129,3 +130,18 @@ def masked_logits(loaded: LoadedModel, ids: Sequence[int], seen: Tensor) -> Tens
             attention_mask=whole,
             layer_masks=masks,
         )[0]
+
+
+def keep_sets(outcome: Outcome) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    """All of them: layer, KV head, step, positions."""
+    return [(keep.layer, keep.kv_head, keep.step, tuple(keep.kept)) for keep in outcome.keep_sets]
+
+
+def same_tokens(found: Outcome, expected: Outcome, what: str) -> bool:
+    """Whether the tokens are the same; they may differ only where a margin below TIE excuses it."""
+    if found.token_ids == expected.token_ids:
+        return True
+    assert min(found.min_margin, expected.min_margin) < TIE, (
+        f"{what}: {found.token_ids} instead of {expected.token_ids}"
+    )
+    return False
