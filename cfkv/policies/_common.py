@@ -21,6 +21,14 @@ def study_window(slots: int) -> int:
     return min(128, slots // 4)
 
 
+def control_window(slots: int, prompt_len: int) -> int:
+    """The recent window of controls: the study's, of what the budget leaves beside the prompt.
+
+    So that a long prompt under a small budget leaves a control that can be run.
+    """
+    return study_window(max(slots - prompt_len, 0))
+
+
 def prompt_and_window(slots: int) -> Protection:
     """What the EpiKV study protects."""
     return Protection(prompt=True, recent=study_window(slots))

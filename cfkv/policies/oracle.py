@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
-from cfkv.policies._common import study_window
+from cfkv.policies._common import control_window
 
 
 @policy_kinds.register
@@ -23,7 +23,7 @@ class Oracle(Policy):
     def protection(self, slots: int, prompt_len: int, step: int) -> Protection:
         """The prompt and a recent window, as the random control does: a label says what the answer needs, and not what
         the line that is being written needs."""
-        return Protection(prompt=True, recent=study_window(slots))
+        return Protection(prompt=True, recent=control_window(slots, prompt_len))
 
     def score(self, view: View) -> Tensor:
         """The label."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cfkv.policies._base import Policy, Protection, View, parameters, policy_kinds
-from cfkv.policies._common import study_window
+from cfkv.policies._common import control_window
 from cfkv.policies._draws import uniform
 
 
@@ -21,8 +21,8 @@ class Random(Policy):
     equation: ClassVar[str] = "s(j) ~ U(0, 1), of seed and position"
 
     def protection(self, slots: int, prompt_len: int, step: int) -> Protection:
-        """The prompt and the EpiKV study's recent window: the control of reasoning-time eviction."""
-        return Protection(prompt=True, recent=study_window(slots))
+        """The prompt, and a quarter of what the budget leaves beside it, at most 128 tokens, for the newest."""
+        return Protection(prompt=True, recent=control_window(slots, prompt_len))
 
     def score(self, view: View) -> Tensor:
         """The draw."""
