@@ -19,7 +19,9 @@ def page(content: Mapping[str, Any]) -> str:
         "## Accuracy at budgets",
         accuracy_table(content),
         "Brackets: 95 % intervals. `+` better or `-` worse than random at the same budget, `>` `<` than the full "
-        "cache, `~` not significant (Holm over policies, paired on the same items). Failed rows are counted.",
+        "cache, `~` not significant (Holm over policies, paired on the same items). Failed rows are counted. "
+        "Policies that act once do so at the end of the reasoning, which they saw whole: they save "
+        "memory for the answer alone, and are not to be compared with those that act while it is read.",
     ]
     if content["validity"]:
         parts += [
@@ -48,12 +50,12 @@ def accuracy_table(content: Mapping[str, Any]) -> str:
 
     named = {entry["policy"]: entry for entry in content["accuracy"]}
     others = [entry for entry in content["accuracy"] if entry["policy"] != "full"]
-    rows = [["full", _cell(named["full"]["budgets"]["all"]), *[""] * (len(budgets) - 1)]]
+    rows = [["full", "never", _cell(named["full"]["budgets"]["all"]), *[""] * (len(budgets) - 1)]]
     rows += [
-        [_name(entry), *(_cell(entry["budgets"].get(budget)) for budget in budgets)]
+        [_name(entry), entry["acts"], *(_cell(entry["budgets"].get(budget)) for budget in budgets)]
         for entry in sorted(others, key=lambda entry: (sum(order(entry)), entry["policy"]))
     ]
-    return _table(["policy", *budgets], rows)
+    return _table(["policy", "acts", *budgets], rows)
 
 
 def _name(entry: Mapping[str, Any]) -> str:

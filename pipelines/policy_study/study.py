@@ -9,6 +9,8 @@ import polars as pl
 
 from cfkv import store
 from cfkv.analysis._carryover_stage import SHOWN
+from cfkv.evaluation._names import parse_policy
+from cfkv.policies._base import make_policy
 from cfkv.schemas import (
     OFFLINE_ONLINE,
     POLICY_ACCURACY,
@@ -63,7 +65,10 @@ def _accuracy(accuracy: pl.DataFrame, comparisons: pl.DataFrame) -> list[dict[st
     """One entry per policy: per budget accuracy, interval, counts, kept tokens, and both comparisons."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in accuracy.iter_rows(named=True):
-        entry = found.setdefault(tuple(row[name] for name in NAME), {name: row[name] for name in NAME})
+        entry = found.setdefault(
+            tuple(row[name] for name in NAME),
+            {**{name: row[name] for name in NAME}, "acts": _acts(row["policy"], row["parameters"])},
+        )
         own = {name: _number(row[name]) for name in ("accuracy", "low", "high", "kept_mean", "kept_peak")}
         counts = {
             name: row[name] for name in ("n_graded", "n_failed", "n_unanswered", "n_capped", "eviction")
@@ -75,6 +80,12 @@ def _accuracy(accuracy: pl.DataFrame, comparisons: pl.DataFrame) -> list[dict[st
             name: _number(row[name]) for name in ("difference", "low", "high", "pvalue", "adjusted_pvalue")
         }
     return list(found.values())
+
+
+def _acts(policy: str, parameters: str) -> str:
+    """When it evicts, in words."""
+    text = f"{policy}:{parameters}" if parameters else policy
+    return str(make_policy(*parse_policy(text)).schedule)
 
 
 def _validity(summary: pl.DataFrame, kind: str) -> list[dict[str, Any]]:

@@ -10,7 +10,12 @@ from cfkv.policies._base import make_policy, policy_kinds
 PROMPT, STEP = 40, 2000
 # scope, when it acts, then how many first and how many last tokens are protected at budgets of 64 and of 1,024
 HARNESS = ("global", "every step", (40, 16), (40, 128))  # prompt and min(128, K / 4)
-CONTROL = ("global", "every step", (40, 6), (40, 128))  # prompt and min(128, (K - prompt) / 4): 24 / 4, 984 / 4
+CONTROL = (
+    "global",
+    "every step",
+    (40, 6),
+    (40, 128),
+)  # prompt and min(128, (K - prompt) / 4): 24 / 4, 984 / 4
 PAGE = ("global", "once", (4, 32), (4, 32))
 AVOKV = ("kv_head", "every 128 steps", (4, 32), (4, 8))
 WINDOW = ("kv_head", "once", (0, 32), (0, 32))
