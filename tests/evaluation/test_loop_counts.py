@@ -116,7 +116,7 @@ def test_a_budget_below_what_is_protected_stops_its_own_row_alone(make_tiny: Tin
     """At the end of the prompt, and in the middle of a decode."""
     loaded = make_tiny("llama", "sdpa")
     ids = distinct(loaded, 60)
-    policies = [make_policy("random"), make_policy("snapkv_decode", {"every": 4}), make_policy("tova")]
+    policies = [make_policy("epikv"), make_policy("snapkv_decode", {"every": 4}), make_policy("tova")]
     reading = read(loaded, policies, ids, 24, prompt=24)
     budgets = [(0, 16), (0, 26), (1, 8), (1, 30), (2, 16), (2, 40)]
     tasks = [task(reading, index, ids, Budget(slots=slots), record=True) for index, slots in budgets]
