@@ -27,7 +27,6 @@ LIBRARIES = (
     "polars",
     "pyarrow",
     "scipy",
-    "statsmodels",
     "gguf",
 )
 

@@ -124,13 +124,9 @@ def test_a_budget_below_what_is_protected_stops_its_own_row_alone(make_tiny: Tin
     found = decode(tasks, 8)
     assert [outcome.status for outcome in found] == ["budget_too_small"] * 3 + ["ok"] * 3
     reasons = [outcome.reason or "" for outcome in found]
-    assert reasons[0].startswith(
-        "policy random: a budget of 16 tokens is not above the 24 that are protected"
-    )
+    assert reasons[0].startswith("policy epikv: a budget of 16 tokens is not above the 24 that are protected")
     # 26 // 4 = 6 recent tokens beside the prompt: 30 of 27, which all are
-    assert reasons[1].startswith(
-        "policy random: a budget of 26 tokens is not above the 27 that are protected"
-    )
+    assert reasons[1].startswith("policy epikv: a budget of 26 tokens is not above the 27 that are protected")
     assert reasons[2].startswith("policy snapkv_decode: a budget of 8 tokens is not above the 8 that are")
     assert found[1].steps == 2  # 24 and 2 more fit
     for mine, theirs in zip(found, alone, strict=True):
