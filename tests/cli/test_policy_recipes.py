@@ -179,10 +179,16 @@ def test_the_recipes_of_the_evidence_name_policies_and_their_labels(name: str) -
     assert len(arms(recipe.online)) > 30
 
 
-def test_the_gsm8k_recipe_goes_on_in_the_run_of_the_other() -> None:
+def test_the_gsm8k_recipe_has_the_traces_of_the_other_and_some_more() -> None:
     with_policies, without = (
         load_recipe(ROOT / "pipelines" / f"{name}.yaml")
         for name in ("policies_gsm8k_smollm2", "gsm8k_smollm2")
     )
-    for section in ("model", "trace", "label", "probe"):
+    for section in ("model", "probe"):
         assert getattr(with_policies, section) == getattr(without, section)
+    limit = with_policies.trace.limit
+    assert with_policies.trace == without.trace.model_copy(update={"limit": limit})
+    assert limit is not None
+    assert limit > (without.trace.limit or 0)
+    # The evidence judges the same policies both ways.
+    assert with_policies.offline.policies == with_policies.online.policies
